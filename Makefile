@@ -1,0 +1,55 @@
+# miles_dmd2: `make` lists the targets. GNU make 3.81 or newer; the tree's path may have spaces.
+#
+#   PYTHON=python3.12     the Python that makes .venv (3.11 to 3.14; default python3)
+#   TORCH_INDEX=URL       where torch alone comes from; default: wherever pip is told to look. On Linux PyPI's torch is
+#                         the CUDA build, gigabytes; https://download.pytorch.org/whl/cpu has the small CPU build
+#   ARGS="..."            further arguments for demo, demo-full, test and test-fast
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+ARGS ?=
+
+VENV_PYTHON := .venv/bin/python
+PYTHON_CHOSEN := $(if $(filter file,$(origin PYTHON)),,--python-chosen)
+
+# What is set in the caller's shell must not reach into .venv.
+unexport PYTHONPATH
+unexport PYTHONHOME
+unexport VIRTUAL_ENV
+
+.PHONY: help setup lint pytest test test-fast demo demo-full clean distclean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+
+setup: ## make .venv from requirements/lock.txt; does nothing when it is up to date
+	@command -v "$(PYTHON)" > /dev/null 2>&1 || { \
+	  echo 'setup: there is no "$(PYTHON)": install Python 3.11 to 3.14, or say PYTHON=/path/to/python after make' >&2; \
+	  exit 1; }
+	@"$(PYTHON)" scripts/setup_env.py $(PYTHON_CHOSEN) --torch-index "$(TORCH_INDEX)"
+
+lint: setup ## ruff (rules and format) and mypy
+	"$(VENV_PYTHON)" -m ruff check .
+	"$(VENV_PYTHON)" -m ruff format --check .
+	"$(VENV_PYTHON)" -m mypy
+
+pytest: setup
+	"$(VENV_PYTHON)" -m pytest $(ARGS)
+
+test: lint pytest ## lint, then every test
+
+test-fast: setup ## only the tests without Ray that take seconds
+	"$(VENV_PYTHON)" -m pytest -m "not ray and not slow" $(ARGS)
+
+demo: setup ## distil the digits teacher into a few-step student: minutes, on a CPU
+	"$(VENV_PYTHON)" recipes/digits/run.py $(ARGS)
+
+demo-full: setup ## the whole table of the digits recipe: hours
+	"$(VENV_PYTHON)" recipes/digits/table.py $(ARGS)
+
+clean: ## remove caches and build outputs; runs and .venv stay
+	rm -rf build dist miles_dmd2.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name .venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean ## clean, and remove .venv
+	rm -rf .venv
