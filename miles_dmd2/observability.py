@@ -1,0 +1,70 @@
+"""Logger, phase timer and the sink protocol. Layer 0: stdlib only."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Protocol
+
+logger = logging.getLogger("miles_dmd2")
+
+
+class Sink(Protocol):
+    """Receives what a run reports. A sink never stops a run: see `SinkGroup`."""
+
+    def phase(self, rollout_id: int, name: str) -> None:
+        """The run enters a phase ("generate", "critic", "actor", "sync", "eval", "save")."""
+
+    def metrics(self, rollout_id: int, values: Mapping[str, float]) -> None:
+        """Figures of one finished rollout. Keys are `<source>/<metric>`."""
+
+    def close(self) -> None: ...
+
+
+class SinkGroup:
+    """Several sinks as one. One that raises is reported once and left out from then on."""
+
+    def __init__(self, *sinks: Sink) -> None:
+        self._sinks = list(sinks)
+
+    def phase(self, rollout_id: int, name: str) -> None:
+        self._each("phase", rollout_id, name)
+
+    def metrics(self, rollout_id: int, values: Mapping[str, float]) -> None:
+        self._each("metrics", rollout_id, values)
+
+    def close(self) -> None:
+        self._each("close")
+
+    def _each(self, method: str, *args: object) -> None:
+        for sink in list(self._sinks):
+            try:
+                getattr(sink, method)(*args)
+            except Exception as error:  # a full disk or a dead logging service must not cost a training run
+                self._sinks.remove(sink)
+                logger.warning("%s stopped logging after an error in %s: %r", type(sink).__name__, method, error)
+
+
+class PhaseClock:
+    """Wall seconds per phase, announced to a sink as they begin."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, rollout_id: int, name: str) -> Iterator[None]:
+        self._sink.phase(rollout_id, name)
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def take(self) -> dict[str, float]:
+        """Seconds since the last call, as metrics `time/<phase>`, and forget them."""
+        taken = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
+        self._seconds.clear()
+        return taken
