@@ -1,0 +1,25 @@
+"""The options of a run: schema, flags and YAML, per-trainer settings, checks before anything starts, the plan."""
+
+from miles_dmd2.config.errors import ConfigError
+from miles_dmd2.config.flags import ParsedRun, parse
+from miles_dmd2.config.options import build_config, config_hash, flatten, resume_conflicts
+from miles_dmd2.config.plan import Plan, build_plan, plan_yaml, render_plan
+from miles_dmd2.config.schema import Config
+from miles_dmd2.config.trainers import TrainerSpec, resolve_trainers
+
+__all__ = [
+    "Config",
+    "ConfigError",
+    "ParsedRun",
+    "Plan",
+    "TrainerSpec",
+    "build_config",
+    "build_plan",
+    "config_hash",
+    "flatten",
+    "parse",
+    "plan_yaml",
+    "render_plan",
+    "resolve_trainers",
+    "resume_conflicts",
+]

@@ -1,0 +1,199 @@
+"""The command line: one flag per field of the schema, over a YAML file, over the defaults."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from miles_dmd2.config.errors import ConfigError, nearest, show
+from miles_dmd2.config.options import OPTIONS, Option, build_config, flag_of
+from miles_dmd2.config.schema import Config
+from miles_dmd2.config.trainers import TrainerSpec, read_trainer_entries, resolve_trainers
+from miles_dmd2.config.yaml_input import read_yaml
+
+_PROGRAM = "train_diffusion.py"
+_CONFIG_WHAT = "a YAML mapping of options, for example `num-rollout: 100`"
+_PLAN_KEY = "plan"  # what --dry-run prints beside the options; derived, so not read back
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedRun:
+    """What a command line asks for: validated, every derived default filled in, its trainers resolved."""
+
+    config: Config
+    dry_run: bool
+    trainers: tuple[TrainerSpec, ...]
+
+
+def parse(argv: Sequence[str]) -> ParsedRun:
+    """Flags over --config over defaults. ConfigError: bad input, in one line. SystemExit(0): --help, printed."""
+    given = _read_flags(argv)
+    dry_run = bool(given.pop("dry_run", False))
+    file = given.pop("config", None)
+    values: dict[str, object] = {}
+    origins: dict[str, str] = {}
+    if file is not None:
+        values, origins = _read_file(Path(file))
+    for name, value in given.items():
+        values[name] = value
+        origins.pop(name, None)
+    if values.get("trainer_config") is not None:
+        values["trainer_config"] = read_trainer_entries(values["trainer_config"])
+    config = build_config(values, origins).resolved()
+    return ParsedRun(config, dry_run, resolve_trainers(config))
+
+
+def help_text() -> str:
+    return _parser().format_help()
+
+
+def _read_file(path: Path) -> tuple[dict[str, object], dict[str, str]]:
+    """The options in a YAML file by field name, and where each is written."""
+    file = read_yaml(path, "--config", _CONFIG_WHAT)
+    if not isinstance(file.value, Mapping):
+        raise ConfigError(f"--config {path}: must be {_CONFIG_WHAT}, got {show(file.value)}")
+    values: dict[str, object] = {}
+    origins: dict[str, str] = {}
+    for key, value in file.value.items():
+        line = file.lines.get(str(key))
+        where = f"{path}:{line}" if line else str(path)
+        if key == _PLAN_KEY and isinstance(value, Mapping):
+            continue
+        name = str(key).replace("-", "_")
+        if name in ("config", "dry_run"):
+            raise ConfigError(f"--config {where}: {show(key)} belongs on the command line; remove it from the file")
+        if name not in OPTIONS:
+            close = nearest(name, OPTIONS).replace("_", "-")
+            raise ConfigError(f"--config {where}: no such option {show(str(key))}; the nearest is {close}")
+        values[name] = value
+        origins[name] = where
+    return values, origins
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        match = re.match(r"argument (--[\w-]+)[^:]*: (.*)", message)
+        if match and match[1].removeprefix("--").replace("-", "_") in OPTIONS:
+            option = OPTIONS[match[1].removeprefix("--").replace("-", "_")]
+            takes = "no value" if option.is_switch else option.valid
+            raise ConfigError(f"{option.flag}: {match[2]}; it takes {takes} ({option.description})")
+        raise ConfigError(f"{message.removeprefix('argument ')}; see --help")
+
+
+class _Once(argparse.Action):
+    """Stores a value, and refuses a second one that differs: which of the two was meant?"""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
+    ) -> None:
+        _store_once(namespace, self.dest, values, str(option_string))
+
+
+class _Switch(argparse.BooleanOptionalAction):
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
+    ) -> None:
+        _store_once(namespace, self.dest, not str(option_string).startswith("--no-"), str(option_string))
+
+
+def _store_once(namespace: argparse.Namespace, name: str, value: Any, flag: str) -> None:
+    before = getattr(namespace, name, value)
+    if before != value:
+        if isinstance(value, bool):
+            raise ConfigError(f"{flag_of(name)} and --no-{name.replace('_', '-')} are both given; keep one of them")
+        raise ConfigError(f"{flag} is given twice, as {show(before)} and as {show(value)}; keep one of them")
+    setattr(namespace, name, value)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog=_PROGRAM,
+        usage=f"{_PROGRAM} [--config FILE.yaml] [--dry-run] [--OPTION VALUE ...]",
+        description="Distill a flow-matching diffusion model into a few-step student by distribution matching (DMD2).",
+        epilog="Precedence: defaults < --config < flags. Exit codes: 0 done, 1 the run failed, 2 bad input.",
+        allow_abbrev=False,
+        add_help=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    general = parser.add_argument_group("General")
+    general.add_argument("-h", "--help", action="help", help="print this and exit")
+    general.add_argument(
+        "--config",
+        action=_Once,
+        metavar="FILE.yaml",
+        help="options in YAML, named as the flags are, with - or _; what --dry-run prints is one",
+    )
+    general.add_argument(
+        "--dry-run", action="store_true", help="check everything, print the resolved options and the plan as YAML, stop"
+    )
+    groups: dict[str, Any] = {}
+    for option in OPTIONS.values():
+        if option.section not in groups:
+            groups[option.section] = parser.add_argument_group(option.title)
+        _add_flag(groups[option.section], option)
+    return parser
+
+
+def _add_flag(group: Any, option: Option) -> None:
+    text = option.description
+    if option.info.is_required():
+        text += " (required)"
+    elif option.info.default is not None:
+        default = option.info.default
+        text += f" (default: {('off', 'on')[default] if option.is_switch else show(default)})"
+    elif "(default" not in text:
+        text += " (default: none)"
+    text = text.replace("%", "%%")
+    if option.is_switch:
+        group.add_argument(option.flag, dest=option.name, action=_Switch, help=text)
+    elif option.is_pair:
+        group.add_argument(option.flag, dest=option.name, action=_Once, nargs=2, metavar=("LO", "HI"), help=text)
+    else:
+        metavar = f"{{{','.join(option.choices)}}}" if option.choices else option.metavar
+        group.add_argument(option.flag, dest=option.name, action=_Once, metavar=metavar, help=text)
+
+
+def _read_flags(argv: Sequence[str]) -> dict[str, Any]:
+    # argparse would take -1e-5 for a flag; a leading blank says that it is a value, and numbers are parsed without it.
+    shielded = [f" {word}" if word.startswith("-") and _is_number(word) else word for word in argv]
+    namespace, rest = _parser().parse_known_args(shielded)
+    for word in rest:
+        if word.startswith("-") and word != "--":
+            name = word.partition("=")[0]
+            raise ConfigError(f"{show(name)}: no such flag; the nearest is {nearest(name, _flags())}")
+    if rest:
+        before = _flag_before(rest[0], shielded)
+        raise ConfigError(f"{show(rest[0].strip())}: a value without a flag{before}; see --help")
+    return {
+        name: [_unshielded(part) for part in value] if isinstance(value, list) else _unshielded(value)
+        for name, value in vars(namespace).items()
+    }
+
+
+def _unshielded(value: Any) -> Any:
+    return value.lstrip() if isinstance(value, str) and _is_number(value) else value
+
+
+def _flags() -> Iterable[str]:
+    switches = [f"--no-{option.name.replace('_', '-')}" for option in OPTIONS.values() if option.is_switch]
+    return [option.flag for option in OPTIONS.values()] + switches + ["--config", "--dry-run", "--help"]
+
+
+def _flag_before(word: str, argv: Sequence[str]) -> str:
+    flag = next((w for w in reversed(argv[: argv.index(word)]) if w.startswith("--")), None)
+    if flag is None:
+        return ""
+    option = OPTIONS.get(flag.removeprefix("--").removeprefix("no-").replace("-", "_"))
+    return f" ({flag} takes {'no value' if option and option.is_switch else 'one value' if option else 'none'})"
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,203 @@
+"""The flat view of the schema: one option per field. Flags, YAML keys, `Config` from flat values, and back."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from miles_dmd2.config.errors import ConfigError, nearest, show
+from miles_dmd2.config.schema import LARGEST, LARGEST_SEED, Config, Section
+
+# A run may be continued with other values of these; all others are part of what the numbers depend on.
+RESUME_MAY_CHANGE = frozenset(
+    {
+        "run_dir",
+        "save",
+        "save_interval",
+        "load",
+        "num_rollout",
+        "eval_prompt_data",
+        "eval_interval",
+        "eval_samples_per_prompt",
+        "eval_metrics_path",
+        "num_gpus_per_node",
+        "ray_address",
+        "cpu_threads",
+        "start_timeout",
+        "phase_timeout",
+        "max_skipped_steps",
+        "use_wandb",
+        "wandb_project",
+        "wandb_mode",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One field of one section. `name` is the field's; `section` the attribute of `Config` that holds it."""
+
+    name: str
+    section: str
+    title: str
+    info: FieldInfo
+
+    @property
+    def flag(self) -> str:
+        return flag_of(self.name)
+
+    @property
+    def description(self) -> str:
+        return self.info.description or ""
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        return _Shape.of(self.info).choices
+
+    @property
+    def is_switch(self) -> bool:
+        return _Shape.of(self.info).base is bool
+
+    @property
+    def is_pair(self) -> bool:
+        return _Shape.of(self.info).is_pair
+
+    @property
+    def metavar(self) -> str:
+        words = {int: "INT", float: "NUMBER", str: "TEXT", Path: "PATH"}
+        return words.get(_Shape.of(self.info).base, "FILE.yaml")
+
+    @property
+    def valid(self) -> str:
+        return valid_values(self.info)
+
+
+def flag_of(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _options() -> Iterator[Option]:
+    for section, field in Config.model_fields.items():
+        kind = field.annotation
+        assert isinstance(kind, type)
+        assert issubclass(kind, Section)
+        for name, info in kind.model_fields.items():
+            yield Option(name, section, kind.title, info)
+
+
+OPTIONS: Mapping[str, Option] = {option.name: option for option in _options()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What an annotation allows, without its `| None`."""
+
+    base: Any
+    constraints: tuple[Any, ...]
+    choices: tuple[str, ...]
+    is_pair: bool
+
+    @classmethod
+    def of(cls, info: FieldInfo) -> _Shape:
+        annotation: Any = info.annotation
+        constraints = list(info.metadata)
+        if get_origin(annotation) in (Union, UnionType):
+            annotation = next(kind for kind in get_args(annotation) if kind is not NoneType)
+        for part in getattr(annotation, "__metadata__", ()):  # Annotated inside of the optional
+            constraints += part.metadata if isinstance(part, FieldInfo) else [part]
+            annotation = annotation.__origin__
+        choices = tuple(get_args(annotation)) if get_origin(annotation) is Literal else ()
+        is_pair = get_origin(annotation) is tuple and get_args(annotation) == (float, float)
+        return cls(annotation, tuple(constraints), choices, is_pair)
+
+
+def valid_values(info: FieldInfo, *, upper: bool = False) -> str:
+    """What a field takes, in words: "a whole number > 0"; with `upper` also how large a whole number may be."""
+    shape = _Shape.of(info)
+    if shape.choices:
+        return "one of " + ", ".join(shape.choices) if len(shape.choices) > 1 else shape.choices[0]
+    if shape.is_pair:
+        return "two numbers"
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path"}
+    text = words.get(shape.base, "a list of trainers")
+    bounds = [
+        f"{sign} {getattr(part, name)}"
+        for part in shape.constraints
+        for name, sign in (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
+        if getattr(part, name, None) is not None and (upper or getattr(part, name) not in (LARGEST, LARGEST_SEED))
+    ]
+    return f"{text} {' and '.join(bounds)}" if bounds else text
+
+
+def build_config(values: Mapping[str, object], origins: Mapping[str, str] | None = None) -> Config:
+    """Flat field names to `Config`; `origins` says where a value was written, for messages. ConfigError: a fault."""
+    sections: dict[str, dict[str, object]] = {name: {} for name in Config.model_fields}
+    for name, value in values.items():
+        if name not in OPTIONS:
+            raise ConfigError(f"{show(name)}: no such option; the nearest is {nearest(name, OPTIONS)}")
+        sections[OPTIONS[name].section][name] = value
+    try:
+        return Config.model_validate(sections)
+    except ValidationError as error:
+        raise _first_fault(error, values, origins or {}) from None
+
+
+def _first_fault(error: ValidationError, values: Mapping[str, object], origins: Mapping[str, str]) -> ConfigError:
+    faults = sorted(error.errors(include_url=False), key=lambda fault: fault["type"] == "missing")
+    fault = faults[0]
+    if fault["type"] == "missing":
+        names = [str(one["loc"][-1]) for one in faults if one["type"] == "missing"]
+        option = OPTIONS[names[0]]
+        also = f"; also required: {', '.join(flag_of(name) for name in names[1:])}" if names[1:] else ""
+        return ConfigError(f"{option.flag} is required: {option.description}{also}")
+    if not fault["loc"]:  # a check over several options: its message names them
+        return ConfigError(str(fault["ctx"]["error"]))
+    name = str(fault["loc"][1])
+    origin = f" ({origins[name]})" if name in origins else ""
+    return ConfigError(f"{flag_of(name)} {show(values.get(name))}{origin}: {reason(fault, OPTIONS[name].info)}")
+
+
+def reason(fault: Any, info: FieldInfo) -> str:
+    """Why pydantic refused a value of this field, and what it takes."""
+    if fault["type"] == "value_error":
+        text = str(fault["ctx"]["error"])
+        return text.replace("must not be true or false", f"must be {valid_values(info)}")
+    return f"must be {valid_values(info, upper=fault['type'] == 'less_than_equal')}"
+
+
+def flatten(config: Config) -> dict[str, Any]:
+    """Field name -> plain value (as JSON and YAML know them), in the order of the schema. `build_config` inverts it."""
+    plain = config.model_dump(mode="json")
+    return {name: plain[option.section][name] for name, option in OPTIONS.items()}
+
+
+def config_hash(config: Config) -> str:
+    """SHA-256 (hex) over what the numbers of a run depend on: every resolved option but `RESUME_MAY_CHANGE`."""
+    text = json.dumps(_lasting(flatten(config.resolved())), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def resume_conflicts(saved: Mapping[str, Any], config: Config) -> list[str]:
+    """What keeps `config` from continuing the run whose `flatten(config.resolved())` was saved, a phrase per option."""
+    before, now = _lasting(saved), _lasting(flatten(config.resolved()))
+    names = [*now, *(name for name in before if name not in now)]
+    return [
+        f"{flag_of(name)} was {show(before.get(name))} and is {show(now.get(name))}"
+        for name in names
+        if before.get(name) != now.get(name)
+    ]
+
+
+def _lasting(flat: Mapping[str, Any]) -> dict[str, Any]:
+    trainers = flat.get("trainer_config") or []
+    schedules = {entry["args"].get("lr_schedule", flat.get("lr_schedule")) for entry in trainers}
+    free = RESUME_MAY_CHANGE if schedules <= {"constant"} else RESUME_MAY_CHANGE - {"num_rollout"}
+    return {name: value for name, value in flat.items() if name not in free}

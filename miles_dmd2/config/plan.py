@@ -1,0 +1,260 @@
+"""What a run will do, in numbers, before it does it: groups, batch arithmetic, forwards per student update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import yaml
+
+from miles_dmd2.config.options import OPTIONS, flatten
+from miles_dmd2.config.schema import Config
+from miles_dmd2.config.trainers import TrainerSpec
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """One trainer group. `updates` is of the whole run; `micro_batches` of one update on each rank."""
+
+    name: str
+    role: str
+    ranks: int
+    placement: str
+    updates: int
+    updates_per_rollout: int
+    window_size: int
+    samples_per_rank: int
+    micro_batch_size: int
+    micro_batches: int
+    lr: float
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardPlan:
+    """Transformer passes of one rollout (that is, of one student update), counted in samples.
+
+    engine: student forwards of the rollout, samples x (k + 1) in the mean over the stop step k. critic and student:
+    forwards, each with its backward. teacher: forwards. The critic's scores cost none: they are its last step's.
+    cost: all in forwards of one window, a backward counted as 2 (H3: 5 x 2.5 + 5 x 3 + 1 + 3 = 31.5).
+    """
+
+    engine: float
+    critic: int
+    teacher: int
+    student: int
+    cost: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A run in numbers. `evals`: at rollout 0, every `eval_every`, after the last; each per `eval_kinds`."""
+
+    rollouts: int
+    prompts_per_rollout: int
+    samples_per_prompt: int
+    samples_per_rollout: int
+    windows: int
+    window_size: int
+    engine: str
+    engines: int
+    engine_placement: str
+    engine_batch_size: int
+    student_steps: int
+    sigmas: tuple[float, ...]
+    stop_law: str
+    score_sigma: str
+    groups: tuple[GroupPlan, ...]
+    forwards_per_update: ForwardPlan
+    evals: int
+    eval_every: int
+    eval_kinds: tuple[str, ...]
+    checkpoints: int
+    notes: tuple[str, ...]
+
+
+def build_plan(config: Config, trainers: Sequence[TrainerSpec]) -> Plan:
+    """The plan of a resolved run. Pure arithmetic: nothing is opened, nothing is started."""
+    rollout, per_node = config.rollout, config.cluster.actor_num_gpus_per_node
+    critic = next(trainer for trainer in trainers if trainer.role == "critic")
+    has_eval = config.evaluation.eval_prompt_data is not None
+    return Plan(
+        rollouts=rollout.num_rollout,
+        prompts_per_rollout=rollout.rollout_batch_size,
+        samples_per_prompt=rollout.n_samples_per_prompt,
+        samples_per_rollout=config.samples_per_rollout,
+        windows=critic.num_steps_per_rollout,
+        window_size=critic.window_size,
+        engine=rollout.rollout_engine,
+        engines=rollout.rollout_num_engines,
+        engine_placement=_placement(rollout.rollout_num_engines, per_node),
+        engine_batch_size=rollout.rollout_engine_batch_size,
+        student_steps=rollout.diffusion_num_steps,
+        sigmas=student_sigmas(rollout.diffusion_num_steps, rollout.diffusion_flow_shift),
+        stop_law=config.stop_law,
+        score_sigma=_score_sigma(config),
+        groups=tuple(_group(trainer, per_node) for trainer in trainers),
+        forwards_per_update=_forwards(config, trainers),
+        evals=-(-rollout.num_rollout // config.eval_every) + 1 if has_eval else 0,
+        eval_every=config.eval_every,
+        eval_kinds=(("raw", "ema") if config.keeps_ema else ("raw",)) if has_eval else (),
+        checkpoints=-(-rollout.num_rollout // (config.run.save_interval or rollout.num_rollout)),
+        notes=_notes(config, critic),
+    )
+
+
+def student_sigmas(num_steps: int, shift: float) -> tuple[float, ...]:
+    """The student's grid (`algo.sigma_grid`, in float64): u = 1 - i / N through the shift, then 0."""
+    us = [1 - i / num_steps for i in range(num_steps)]
+    return (*(shift * u / (1 + (shift - 1) * u) for u in us), 0.0)
+
+
+def _group(trainer: TrainerSpec, per_node: int) -> GroupPlan:
+    return GroupPlan(
+        name=trainer.name,
+        role=trainer.role,
+        ranks=trainer.num_ranks,
+        placement=_placement(trainer.num_ranks, per_node),
+        updates=trainer.total_updates,
+        updates_per_rollout=trainer.num_steps_per_rollout,
+        window_size=trainer.window_size,
+        samples_per_rank=trainer.samples_per_rank,
+        micro_batch_size=trainer.micro_batch_size,
+        micro_batches=trainer.micro_batches,
+        lr=trainer.lr,
+    )
+
+
+def _placement(count: int, per_node: int) -> str:
+    """Rank r is on device r % per_node of node r // per_node."""
+    full, rest = divmod(count, per_node)
+    parts = [f"nodes 0-{full - 1}" if full > 1 else "node 0"] if full else []
+    last = [f"node {full}"] if rest else []
+    return ", ".join(
+        f"{nodes} {'devices' if held > 1 else 'device'} {f'0-{held - 1}' if held > 1 else '0'}"
+        for nodes, held in [*((part, per_node) for part in parts), *((part, rest) for part in last)]
+    )
+
+
+def _forwards(config: Config, trainers: Sequence[TrainerSpec]) -> ForwardPlan:
+    samples, steps = config.samples_per_rollout, config.rollout.diffusion_num_steps
+    engine = samples * (float(steps) if config.stop_law == "full" else (steps + 1) / 2)
+    critic = sum(t.window_size * t.num_steps_per_rollout for t in trainers if t.role == "critic")
+    student = sum(t.window_size * t.num_steps_per_rollout for t in trainers if t.role == "actor")
+    cost = (engine + 3 * critic + student + 3 * student) / student
+    return ForwardPlan(engine=engine, critic=critic, teacher=student, student=student, cost=round(cost, 3))
+
+
+def _score_sigma(config: Config) -> str:
+    low, high = config.algorithm.dmd2_score_sigma_range
+    shift = config.score_shift
+    text = f"uniform in [{low:g}, {high:g}], shift {shift:g}"
+    if shift == 1:
+        return text
+    end = high if shift > 1 else low
+    taken_to_end = end / (shift + (1 - shift) * end)
+    clamped = min(abs(end - taken_to_end) / (high - low), 1.0)
+    return f"{text}, clamped ({clamped:.1%} of the draws at {end:g})"
+
+
+def _notes(config: Config, critic: TrainerSpec) -> tuple[str, ...]:
+    random_stop = config.stop_law != "full" and config.rollout.diffusion_num_steps > 1
+    told = config.algorithm.dmd2_critic_conditioning == "stop_step"
+    notes = []
+    if random_stop and not told:
+        notes.append(
+            "one critic for all stop steps that is not told which (published setting); if the student gets worse, try "
+            "--dmd2-critic-conditioning stop_step"
+        )
+    if told and not random_stop:
+        notes.append(
+            "--dmd2-critic-conditioning stop_step tells the critic a constant: every sample stops at the last step"
+        )
+    if critic.num_steps_per_rollout == 1:
+        notes.append("the critic takes one step per student step; DMD2 takes several (5): --num-steps-per-rollout")
+    if config.rollout_seed != config.run.seed:
+        notes.append(
+            f"--rollout-seed {config.rollout_seed} is not --seed {config.run.seed}: runs that differ in --seed alone "
+            "share prompt order, noise and stop steps"
+        )
+    if not config.save_dir.is_relative_to(config.run.run_dir):
+        notes.append(f"checkpoints go to --save {config.save_dir}, outside of --run-dir {config.run.run_dir}")
+    return tuple(notes)
+
+
+def render_plan(plan: Plan) -> str:
+    """The plan for a reader: at most 25 lines."""
+    forwards = plan.forwards_per_update
+    sigmas = [f"{sigma:.4f}" for sigma in plan.sigmas[:-1]]
+    shown = ", ".join(sigmas if len(sigmas) <= 8 else [*sigmas[:4], "...", *sigmas[-3:]])
+    lines = [
+        f"Plan: {plan.rollouts} rollouts of {plan.samples_per_rollout} samples ({plan.prompts_per_rollout} prompts x "
+        f"{plan.samples_per_prompt}), in {plan.windows} windows of {plan.window_size}",
+        f"  student      {plan.student_steps} steps, sigmas {shown}, 0; stop step {plan.stop_law}",
+        f"  score sigma  {plan.score_sigma}",
+        f"  engines      {plan.engines} {plan.engine} on {plan.engine_placement}; batches of {plan.engine_batch_size}",
+    ]
+    for group in plan.groups:
+        lines.append(
+            f"  {group.name:<12} {group.role} on {group.placement}; updates of {group.window_size} samples = "
+            f"{group.ranks} ranks x {group.micro_batches} micro-batches x {group.micro_batch_size}; "
+            f"{group.updates_per_rollout} a rollout, {group.updates} in all, lr {group.lr:g}"
+        )
+    lines += [
+        f"  per update   engine {forwards.engine:g} forwards, critic {forwards.critic} with backward, teacher "
+        f"{forwards.teacher}, student {forwards.student} with backward (counted in samples)",
+        f"  evals        {_evals(plan)}",
+        f"  checkpoints  {plan.checkpoints}",
+    ]
+    return "\n".join(lines + [f"  note: {note}" for note in plan.notes])
+
+
+def _evals(plan: Plan) -> str:
+    if not plan.evals:
+        return "none (no --eval-prompt-data)"
+    every = f", every {plan.eval_every}" if plan.eval_every < plan.rollouts else ""
+    return (
+        f"{plan.evals} with {' and '.join(plan.eval_kinds)} weights: before the first{every} and after the last rollout"
+    )
+
+
+def plan_yaml(config: Config, plan: Plan) -> str:
+    """The resolved options, by section, and the plan under `plan`: one YAML document that --config reads back."""
+    flat = flatten(config.resolved())
+    parts = []
+    for section in dict.fromkeys(option.section for option in OPTIONS.values()):
+        options = [option for option in OPTIONS.values() if option.section == section]
+        body = {option.name.replace("_", "-"): flat[option.name] for option in options}
+        parts.append(f"# {options[0].title}\n{_dump(body)}")
+    parts.append(
+        f"# Derived from the options above; --config does not read it\n{_dump({'plan': _plain(asdict(plan))})}"
+    )
+    return "\n".join(parts)
+
+
+def _dump(value: Any) -> str:
+    text: str = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
+    return text
+
+
+class _Dumper(yaml.SafeDumper):
+    """Lists of numbers on one line, no anchors."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _represent_list(dumper: _Dumper, value: list[Any]) -> yaml.Node:
+    flow = all(isinstance(item, int | float | str) and len(str(item)) < 24 for item in value)
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=flow)
+
+
+_Dumper.add_representer(list, _represent_list)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name.replace("_", "-"): _plain(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    return value

@@ -1,0 +1,232 @@
+"""Per-trainer settings: the flags' values with what `--trainer-config` overrides for one trainer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from pydantic import Field, ValidationError
+
+from miles_dmd2.config.errors import ConfigError, near_divisors, nearest, show
+from miles_dmd2.config.options import reason
+from miles_dmd2.config.schema import DEFAULT_TRAINERS, Config, PositiveInt, TrainerEntry, TrainerSection
+from miles_dmd2.config.yaml_input import read_yaml
+from miles_dmd2.types import Role
+
+FLAG = "--trainer-config"
+_ROLES = ("critic", "actor")
+_NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
+_ENTRY_KEYS = ("name", "role", "args")
+_WHAT = "a YAML list of {name, role, args}"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerSpec:
+    """One trainer group, resolved. `window_size` is the samples of one update over all ranks."""
+
+    name: str
+    role: Role
+    checkpoint: Path
+    lr: float
+    lr_schedule: str
+    lr_warmup_updates: int
+    total_updates: int  # of the whole run: num_rollout x steps (critic), num_rollout (actor); schedules use it
+    adam_beta1: float
+    adam_beta2: float
+    adam_eps: float
+    weight_decay: float
+    clip_grad: float
+    num_steps_per_rollout: int
+    window_size: int
+    num_ranks: int
+    micro_batch_size: int  # samples per forward and rank; divides window_size / num_ranks
+
+    @property
+    def samples_per_rank(self) -> int:
+        return self.window_size // self.num_ranks
+
+    @property
+    def micro_batches(self) -> int:
+        """Forwards (and backwards) of one update on each rank."""
+        return self.samples_per_rank // self.micro_batch_size
+
+
+class TrainerSettings(TrainerSection):
+    """What `args` of one trainer may hold: the options of `TrainerSection`, where it starts from, how many ranks."""
+
+    hf_checkpoint: Path = Field(description="diffusers pipeline directory that this trainer starts from")
+    num_gpus: PositiveInt = Field(description="ranks, on the first of the shared devices")
+
+
+ARGS = TrainerSettings.model_fields
+
+
+def read_trainer_entries(raw: object) -> tuple[TrainerEntry, ...]:
+    """`--trainer-config`: a YAML file's path, or the list itself. ConfigError names the file and the trainer."""
+    where = FLAG
+    if isinstance(raw, str | Path):
+        where = f"{FLAG} {raw}"
+        raw = read_yaml(Path(raw), FLAG, _WHAT).value
+    if not isinstance(raw, Sequence) or isinstance(raw, str) or not raw:
+        raise ConfigError(f"{where}: must be {_WHAT}, got {show(raw)}")
+    entries = tuple(_read_entry(entry, f"{where}: trainer {index}") for index, entry in enumerate(raw, 1))
+    _check_order(entries, where)
+    return entries
+
+
+def resolve_trainers(config: Config) -> tuple[TrainerSpec, ...]:
+    """The trainers in training order, their batch arithmetic closed. ConfigError names the trainer and the option."""
+    given = config.run.trainer_config or DEFAULT_TRAINERS
+    entries = read_trainer_entries([entry.model_dump() for entry in given])
+    settings = [_settings(config, entry) for entry in entries]
+    pairs = list(zip(entries, settings, strict=True))
+    critic, steps = next((e.name, s.num_steps_per_rollout) for e, s in pairs if e.role == "critic")
+    window = _window(config, steps, f"trainer {critic}")
+    return tuple(_resolve(config, entry, own, window, steps) for entry, own in pairs)
+
+
+def _read_entry(raw: object, where: str) -> TrainerEntry:
+    if not isinstance(raw, Mapping):
+        raise ConfigError(f"{where}: must be a mapping with the keys {', '.join(_ENTRY_KEYS)}, got {show(raw)}")
+    for key in raw:
+        if key not in _ENTRY_KEYS:
+            raise ConfigError(
+                f"{where}: no such key {show(key)}; the nearest is {nearest(str(key), _ENTRY_KEYS)} "
+                f"(valid: {', '.join(_ENTRY_KEYS)})"
+            )
+    name, role, args = raw.get("name"), raw.get("role"), raw.get("args")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"{where}: name {show(name)}: must be lower-case letters, digits and _, a letter first, at most 40 long: "
+            "metrics and files carry it"
+        )
+    where = f"{where} ({name})"
+    if role not in _ROLES:
+        raise ConfigError(f"{where}: role {show(role)}: must be one of {', '.join(_ROLES)}")
+    if args is not None and not isinstance(args, Mapping):
+        raise ConfigError(f"{where}: args {show(args)}: must be a mapping of options, for example {{lr: 2.0e-6}}")
+    return TrainerEntry(name=name, role=cast(Role, role), args=_read_args(args or {}, cast(Role, role), where))
+
+
+def _read_args(raw: Mapping[object, object], role: Role, where: str) -> dict[str, Any]:
+    args: dict[str, object] = {}
+    for key, value in raw.items():
+        name = str(key).replace("-", "_")
+        if name not in ARGS:
+            raise ConfigError(
+                f"{where}: {show(key)} may not be set per trainer; the nearest that may is {nearest(name, ARGS)} "
+                f"(valid: {', '.join(sorted(ARGS))})"
+            )
+        if name in args:
+            raise ConfigError(f"{where}: {show(key)} is given twice, with - and with _; keep one of them")
+        args[name] = value
+    if role == "actor" and "num_steps_per_rollout" in args:
+        raise ConfigError(
+            f"{where}: num_steps_per_rollout {show(args['num_steps_per_rollout'])}: is the critic's; the actor always "
+            "takes one step, on the last window; leave it out"
+        )
+    checked = _validate({"hf_checkpoint": ".", "num_gpus": 1, **args}, where).model_dump(mode="json")
+    return {name: checked[name] for name in args}
+
+
+def _validate(values: Mapping[str, object], where: str) -> TrainerSettings:
+    try:
+        return TrainerSettings.model_validate(values)
+    except ValidationError as error:
+        fault = error.errors(include_url=False)[0]
+        name = str(fault["loc"][0])
+        why = reason(fault, ARGS[name])
+        raise ConfigError(f"{where}: {name.replace('_', '-')} {show(values.get(name))}: {why}") from None
+
+
+def _check_order(entries: Sequence[TrainerEntry], where: str) -> None:
+    names = [entry.name for entry in entries]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"{where}: {names.count(name)} trainers are named {name}; give each its own name")
+    roles = [entry.role for entry in entries]
+    if roles != list(_ROLES):
+        raise ConfigError(
+            f"{where}: the roles are {', '.join(roles)}; --loss-type dmd2 trains exactly one critic, then exactly one "
+            "actor: list them in this order"
+        )
+
+
+def _settings(config: Config, entry: TrainerEntry) -> TrainerSettings:
+    base = {"hf_checkpoint": config.model.hf_checkpoint, "num_gpus": config.num_ranks, **config.trainer.model_dump()}
+    return _validate({**base, **entry.args}, f"trainer {entry.name}")
+
+
+def _resolve(config: Config, entry: TrainerEntry, settings: TrainerSettings, window: int, steps: int) -> TrainerSpec:
+    """`window`, `steps`: samples and number of the critic's windows."""
+    where = f"trainer {entry.name}"
+    _check_ranks(config, settings.num_gpus, window, steps, where)
+    micro = _micro_batch(settings, window, where)
+    own_steps = steps if entry.role == "critic" else 1
+    total = config.rollout.num_rollout * own_steps
+    if settings.lr_warmup_updates >= total:
+        raise ConfigError(
+            f"{where}: --lr-warmup-updates {settings.lr_warmup_updates}: must be less than this trainer's {total} "
+            f"updates of the whole run (--num-rollout {config.rollout.num_rollout} x {own_steps})"
+        )
+    return TrainerSpec(
+        name=entry.name,
+        role=entry.role,
+        checkpoint=settings.hf_checkpoint,
+        lr=settings.lr,
+        lr_schedule=settings.lr_schedule,
+        lr_warmup_updates=settings.lr_warmup_updates,
+        total_updates=total,
+        adam_beta1=settings.adam_beta1,
+        adam_beta2=settings.adam_beta2,
+        adam_eps=settings.adam_eps,
+        weight_decay=settings.weight_decay,
+        clip_grad=settings.clip_grad,
+        num_steps_per_rollout=own_steps,
+        window_size=window,
+        num_ranks=settings.num_gpus,
+        micro_batch_size=micro,
+    )
+
+
+def _window(config: Config, steps: int, where: str) -> int:
+    """Samples of each of the `steps` equal windows of a rollout."""
+    total = config.samples_per_rollout
+    if total % steps:
+        rounded = sorted({total - total % steps, total + steps - total % steps} - {0})
+        raise ConfigError(
+            f"{where}: --num-steps-per-rollout {steps}: does not cut the {total} samples of a rollout into equal "
+            f"windows; use {near_divisors(steps, total)}, or (--rollout-batch-size x --n-samples-per-prompt) of "
+            f"{' or '.join(str(n) for n in rounded)}"
+        )
+    return total // steps
+
+
+def _check_ranks(config: Config, ranks: int, window: int, steps: int, where: str) -> None:
+    if ranks > config.num_ranks:
+        raise ConfigError(
+            f"{where}: num-gpus {ranks}: more than the {config.num_ranks} devices of --actor-num-nodes "
+            f"{config.cluster.actor_num_nodes} x --actor-num-gpus-per-node {config.cluster.actor_num_gpus_per_node}; "
+            f"use {config.num_ranks} or fewer"
+        )
+    if window % ranks:
+        raise ConfigError(
+            f"{where}: a window of {window} samples ({config.samples_per_rollout} of a rollout / "
+            f"--num-steps-per-rollout {steps}) does not divide over {ranks} ranks; use --num-steps-per-rollout "
+            f"{near_divisors(steps, config.samples_per_rollout, also=ranks)}, or ranks (--actor-num-gpus-per-node, or "
+            f"num-gpus of this trainer) of {near_divisors(ranks, window)}"
+        )
+
+
+def _micro_batch(settings: TrainerSettings, window: int, where: str) -> int:
+    per_rank = window // settings.num_gpus
+    micro = settings.micro_batch_size or per_rank
+    if per_rank % micro:
+        raise ConfigError(
+            f"{where}: --micro-batch-size {micro}: does not divide the {per_rank} samples per rank and update "
+            f"(window {window} / {settings.num_gpus} ranks); use {near_divisors(micro, per_rank)}"
+        )
+    return micro

@@ -1,0 +1,1 @@
+"""Prompts: the only data that DMD2 with backward simulation reads."""

@@ -1,0 +1,74 @@
+"""From prompts and keys to rollout requests: pure functions of (seed, rollout_id), so a resumed run needs no cursor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from miles_dmd2.algo import integer, key_seed, sample_seed, sigma_grid
+from miles_dmd2.data.prompts import prompts_for_rollout
+from miles_dmd2.types import RolloutRequest
+
+StopLaw = Literal["full", "per_sample", "shared"]
+
+
+def grid(num_steps: int, shift: float) -> tuple[float, ...]:
+    """The student's sigmas `[N+1]` as Python floats that hold the fp32 values exactly."""
+    return tuple(sigma_grid(num_steps, shift).tolist())
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingRequests:
+    """The requests of each rollout, in `num_windows` equal windows in sample-id order.
+
+    stop_law: "full" runs every sample to its last step; "per_sample" and "shared" draw uniformly from 0..N-1, once
+    per sample or once per rollout.
+    """
+
+    prompts: Sequence[str]
+    prompts_per_rollout: int
+    samples_per_prompt: int
+    num_windows: int
+    sigmas: tuple[float, ...]
+    stop_law: StopLaw
+    seed: int
+
+    def __call__(self, rollout_id: int) -> list[list[RolloutRequest]]:
+        chosen = prompts_for_rollout(len(self.prompts), self.prompts_per_rollout, rollout_id, self.seed)
+        size = len(chosen) * self.samples_per_prompt
+        requests = [
+            self._request(rollout_id, rollout_id * size + i, self.prompts[chosen[i // self.samples_per_prompt]])
+            for i in range(size)
+        ]
+        window = size // self.num_windows
+        return [requests[start : start + window] for start in range(0, size, window)]
+
+    def _request(self, rollout_id: int, sample_id: int, prompt: str) -> RolloutRequest:
+        seed = sample_seed(self.seed, rollout_id, sample_id)
+        return RolloutRequest(sample_id, prompt, seed, self.sigmas, self._stop_step(rollout_id, sample_id))
+
+    def _stop_step(self, rollout_id: int, sample_id: int) -> int:
+        num_steps = len(self.sigmas) - 1
+        if self.stop_law == "full":
+            return num_steps - 1
+        drawn_for = sample_id if self.stop_law == "per_sample" else -1
+        return integer(key_seed(self.seed, "stop_step", rollout_id, drawn_for), num_steps)
+
+
+def eval_requests(
+    prompts: Sequence[str], samples_per_prompt: int, sigmas: tuple[float, ...], seed: int
+) -> list[RolloutRequest]:
+    """Fixed prompts and seeds, all steps, decoded. Sample ids count from 0 in an id space of their own."""
+    count = len(prompts) * samples_per_prompt
+    return [
+        RolloutRequest(
+            sample_id=i,
+            prompt=prompts[i // samples_per_prompt],
+            seed=key_seed(seed, "eval_seed", 0, i) >> 31,
+            sigmas=sigmas,
+            stop_step=len(sigmas) - 2,
+            decode=True,
+        )
+        for i in range(count)
+    ]

@@ -1,0 +1,66 @@
+"""Requests are pure functions of seed and rollout; stop steps follow the law they were promised."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from miles_dmd2.data.requests import TrainingRequests, eval_requests, grid
+
+PROMPTS = [f"prompt {i}" for i in range(7)]
+
+
+def training(law: str = "per_sample", *, seed: int = 3, steps: int = 4) -> TrainingRequests:
+    return TrainingRequests(PROMPTS, 10, 4, 5, grid(steps, 1.0), law, seed)
+
+
+def test_windows_are_equal_and_ids_run_through() -> None:
+    windows = training()(2)
+    assert [len(window) for window in windows] == [8] * 5
+    assert [r.sample_id for window in windows for r in window] == list(range(80, 120))
+    flat = [r for window in windows for r in window]
+    assert all(len({r.prompt for r in flat[i : i + 4]}) == 1 for i in range(0, 40, 4))
+
+
+def test_seeds_differ_between_samples_and_rollouts_and_repeat_with_the_key() -> None:
+    source = training()
+    seeds = [r.seed for rollout_id in range(5) for window in source(rollout_id) for r in window]
+    assert len(set(seeds)) == 200
+    assert source(1) == training()(1)
+    assert source(1) != training(seed=4)(1)
+    assert all(0 <= seed < 2**32 for seed in seeds)  # a CPU generator reads no more bits
+
+
+def test_per_sample_stop_steps_are_uniform() -> None:
+    source = training()
+    counts = Counter(r.stop_step for i in range(100) for window in source(i) for r in window)
+    assert set(counts) == {0, 1, 2, 3}
+    # 4000 draws: standard deviation of a count is sqrt(4000 * 1/4 * 3/4) = 27.4
+    assert all(abs(count - 1000) < 4 * 27.4 for count in counts.values()), counts
+
+
+def test_a_shared_stop_step_is_one_per_rollout_and_covers_all_steps() -> None:
+    source = training("shared")
+    per_rollout = [{r.stop_step for window in source(i) for r in window} for i in range(60)]
+    assert all(len(steps) == 1 for steps in per_rollout)
+    assert set.union(*per_rollout) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_full_runs_every_sample_to_its_last_step(steps: int) -> None:
+    assert {r.stop_step for window in training("full", steps=steps)(0) for r in window} == {steps - 1}
+
+
+def test_training_requests_never_ask_for_media_and_eval_requests_always_do() -> None:
+    assert not any(r.decode for window in training()(0) for r in window)
+    requests = eval_requests(["a", "b"], 3, grid(4, 1.0), seed=3)
+    assert all(r.decode and r.stop_step == 3 for r in requests)
+    assert [r.prompt for r in requests] == ["a"] * 3 + ["b"] * 3
+    assert len({r.seed for r in requests}) == 6
+    assert requests == eval_requests(["a", "b"], 3, grid(4, 1.0), seed=3)
+
+
+def test_the_grid_is_the_published_one() -> None:
+    assert grid(4, 1.0) == (1.0, 0.75, 0.5, 0.25, 0.0)
+    assert grid(4, 12.0) == pytest.approx((1.0, 0.972973, 0.923077, 0.8, 0.0), abs=1e-6)
