@@ -87,7 +87,7 @@ def train(
     return weights
 
 
-class awake:  # noqa: N801 - reads as a phrase in a with statement
+class awake:
     """Wake for the length of the block; asleep again afterwards unless the block failed (dispose follows then)."""
 
     def __init__(self, member: Engines | TrainerGroup) -> None:

@@ -139,9 +139,9 @@ class TrainResult:
 
 @dataclass(frozen=True, slots=True)
 class GroupState:
-    """Where a group wrote its part of a checkpoint: files relative to the checkpoint directory, and its counters."""
+    """Where a group wrote its part of a checkpoint: path below the checkpoint directory -> SHA-256, and its counters."""
 
-    files: tuple[str, ...]
+    files: Mapping[str, str]
     counters: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -161,9 +161,7 @@ class Engines(Protocol):
         One call for a whole rollout, so that engines batch over windows. Raises if a sample is lost or doubled.
         """
 
-    def evaluate(
-        self, requests: Sequence[RolloutRequest], rollout_id: int, kind: WeightKind
-    ) -> Mapping[str, float]:
+    def evaluate(self, requests: Sequence[RolloutRequest], rollout_id: int, kind: WeightKind) -> Mapping[str, float]:
         """Generate with decoded media, keep pictures in the run directory, return the eval metric's figures."""
 
     def metrics(self) -> Mapping[str, float]:

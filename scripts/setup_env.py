@@ -166,7 +166,9 @@ def explain(lines: List[str]) -> str:
 def make_environment(torch_index: str) -> None:
     """Everything of the lock into a fresh `.venv`."""
     check_python()
-    base = getattr(sys, "_base_executable", None) or sys.executable  # `.venv` may be active: it cannot make itself
+    base = getattr(sys, "_base_executable", None) or sys.executable
+    if VENV in Path(base).parents:  # `.venv` is active, and half-made: it cannot make itself
+        base = os.path.realpath(base)
     for stamp in VENV.glob(".stamp-*"):
         stamp.unlink()
     say(f"making .venv with {base} (Python {HERE})")

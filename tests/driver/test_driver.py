@@ -20,7 +20,10 @@ def request(sample_id: int) -> RolloutRequest:
 
 
 def source(rollout_id: int) -> list[list[RolloutRequest]]:
-    return [[request(4 * rollout_id), request(4 * rollout_id + 1)], [request(4 * rollout_id + 2), request(4 * rollout_id + 3)]]
+    return [
+        [request(4 * rollout_id), request(4 * rollout_id + 1)],
+        [request(4 * rollout_id + 2), request(4 * rollout_id + 3)],
+    ]
 
 
 class NoCheckpoints:
@@ -34,7 +37,9 @@ class NoCheckpoints:
         self.log.add(f"checkpoint({completed})")
 
 
-def run(log: Log, *, rollouts: range = range(2), ema: bool = False, evaluation: object = None, every: int | None = None):
+def run(
+    log: Log, *, rollouts: range = range(2), ema: bool = False, evaluation: object = None, every: int | None = None
+):
     engines, sink = FakeEngines(log), RecordingSink()
     groups = [FakeGroup(log, "critic", "critic"), FakeGroup(log, "actor", "actor", ema=ema)]
     result = train(rollouts, source, engines, groups, evaluation or NoEvaluation(), NoCheckpoints(log, every), sink)

@@ -1,0 +1,1 @@
+"""Ray: placement, actors around trainers and engines, and the groups the driver talks to. The only importer of ray."""

@@ -1,0 +1,65 @@
+"""What every worker process does first."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from miles_dmd2.cluster.settings import WorkerSettings
+from miles_dmd2.models.base import ModelAdapter
+from miles_dmd2.models.registry import build_adapter
+
+
+def set_up(name: str, settings: WorkerSettings) -> ModelAdapter:
+    """Threads, log file, offline hub; returns the run's model adapter.
+
+    Ray sets OMP_NUM_THREADS=1 for fractional CPUs, so threads are set here, in the process that computes.
+    """
+    torch.set_num_threads(settings.threads)
+    sys.path.extend(entry for entry in settings.python_path if entry not in sys.path)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if settings.single_node:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    settings.log_directory.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(settings.log_directory / f"{name}.log")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger()
+    root.addHandler(handler)
+    logger = logging.getLogger("miles_dmd2")
+    logger.setLevel(logging.INFO)
+    logger.info("pid %d, torch %s, %d threads", os.getpid(), torch.__version__, settings.threads)
+    return build_adapter(settings.checkpoint, settings.height, settings.width)
+
+
+def dtype_of(name: str) -> torch.dtype:
+    return {"fp32": torch.float32, "bf16": torch.bfloat16}[name]
+
+
+def load_function(path: str) -> Callable[..., Any]:
+    """`package.module:function` or `some/file.py:function`. ValueError that names what is missing."""
+    location, _, name = path.rpartition(":")
+    if not location or not name:
+        raise ValueError(f"{path!r} is not of the form module:function or file.py:function")
+    if location.endswith(".py"):
+        file = Path(location)
+        if not file.is_file():
+            raise ValueError(f"{path!r}: there is no file {location}")
+        spec = importlib.util.spec_from_file_location(file.stem, file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    else:
+        module = importlib.import_module(location)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ValueError(f"{path!r}: {location} has no function {name}")
+    return function  # type: ignore[no-any-return]

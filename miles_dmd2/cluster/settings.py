@@ -1,0 +1,67 @@
+"""What a worker is told when it starts: plain values, so that nothing below reads the config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from miles_dmd2.config import TrainerSpec
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """Common to every worker.
+
+    `threads`: torch threads. `log_directory`: one file per worker. `python_path`: the driver's, so that a worker finds
+    the modules that the driver finds. `single_node`: every process of the run is on one host.
+    """
+
+    checkpoint: Path
+    height: int | None
+    width: int | None
+    forward_dtype: Literal["fp32", "bf16"]
+    device: Literal["cpu", "cuda"]
+    threads: int
+    single_node: bool
+    log_directory: Path
+    python_path: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """`eval_metrics`: module:function or file.py:function, None for none. `media_directory`: eval pictures."""
+
+    worker: WorkerSettings
+    batch_size: int
+    eval_metrics: str | None
+    media_directory: Path
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerJob:
+    """One rank of one trainer group.
+
+    `worker.checkpoint` is the teacher's, `spec.checkpoint` where the trained network starts.
+    """
+
+    worker: WorkerSettings
+    spec: TrainerSpec
+    seed: int
+    num_steps: int
+    critic_loss_space: Literal["velocity", "x0", "eps"]
+    tell_stop_step: bool
+    score_sigma_range: tuple[float, float]
+    score_shift: float
+    student_ema_decay: float
+    max_skipped_steps: int
+    collective_timeout: float
+
+
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """A group's part of a checkpoint."""
+
+    directory: Path
+    counters: Mapping[str, int]

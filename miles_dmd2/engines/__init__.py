@@ -1,0 +1,1 @@
+"""Rollout engines: one protocol (`base`), the embedded engine (`local`) that specifies it."""

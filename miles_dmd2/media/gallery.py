@@ -1,0 +1,42 @@
+"""Eval samples as pictures one can look at."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from miles_dmd2.types import RolloutSample, WeightKind
+
+_LARGEST = 100  # pictures of one contact sheet
+_GAP = 2  # pixels between them
+
+
+def save_eval_media(samples: Sequence[RolloutSample], directory: Path, rollout_id: int, kind: WeightKind) -> Path:
+    """Write `eval_<rollout>_<kind>.png`, a contact sheet of the first pictures in request order; returns its path.
+
+    ValueError for a sample without media. Of a clip, the middle frame is shown.
+    """
+    frames = []
+    for sample in samples[:_LARGEST]:
+        if sample.media is None:
+            raise ValueError(f"eval sample {sample.sample_id} came back without decoded media")
+        frames.append(sample.media[len(sample.media) // 2].numpy())
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"eval_{rollout_id:06d}_{kind}.png"
+    Image.fromarray(contact_sheet(frames, columns=math.ceil(math.sqrt(len(frames))))).save(path)
+    return path
+
+
+def contact_sheet(frames: Sequence[np.ndarray], columns: int) -> np.ndarray:
+    """uint8 `[height, width, 3]` pictures of one size, row by row, on white."""
+    height, width, _ = frames[0].shape
+    rows = math.ceil(len(frames) / columns)
+    sheet = np.full((rows * (height + _GAP) - _GAP, columns * (width + _GAP) - _GAP, 3), 255, dtype=np.uint8)
+    for i, frame in enumerate(frames):
+        top, left = i // columns * (height + _GAP), i % columns * (width + _GAP)
+        sheet[top : top + height, left : left + width] = frame
+    return sheet

@@ -1,0 +1,98 @@
+"""What differs between model families, behind one interface.
+
+Outside an adapter there is one convention: sigma in [0, 1], velocity = noise - x0, latents `[batch, *latent]`,
+fp32 between adapter calls. An adapter owns loading, timestep scaling, velocity sign, latent packing, how prompts become
+conditioning and how conditioning becomes forward arguments, and the names of special modules.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from miles_dmd2.types import Conditioning
+
+
+@dataclass
+class Components:
+    """The loaded parts an engine needs beside the transformer: prompts in, pixels out."""
+
+    text_encoder: nn.Module
+    tokenizer: object
+    vae: nn.Module
+
+    def modules(self) -> tuple[nn.Module, ...]:
+        return (self.text_encoder, self.vae)
+
+
+class ModelAdapter(ABC):
+    """One model family at one canvas size. Constructing it reads JSON configs only; weights come with `load_*`."""
+
+    family: ClassVar[str]
+    pipeline_classes: ClassVar[tuple[str, ...]]  # `_class_name` values of model_index.json that this adapter serves
+
+    def __init__(self, checkpoint: Path, height: int, width: int) -> None:
+        self.checkpoint = checkpoint
+        self.height = height
+        self.width = width
+
+    @classmethod
+    def default_size(cls, checkpoint: Path) -> tuple[int, int]:
+        """(height, width) for a run that names none. ValueError, unless the family knows one."""
+        raise ValueError(f"{cls.family} has no default size: give --diffusion-height and --diffusion-width")
+
+    @property
+    @abstractmethod
+    def latent_shape(self) -> tuple[int, ...]:
+        """Shape of one sample's latent as trainer and engine pass it around (packed, if the family packs)."""
+
+    @abstractmethod
+    def initial_noise(self, seed: int) -> Tensor:
+        """fp32 `[*latent]`: the first draw of a CPU generator with this seed, in the engine's layout, then packed."""
+
+    @abstractmethod
+    def load_transformer(self, dtype: torch.dtype = torch.float32) -> nn.Module: ...
+
+    @abstractmethod
+    def load_components(self, dtype: torch.dtype = torch.float32) -> Components: ...
+
+    @abstractmethod
+    def encode_prompts(self, components: Components, prompts: Sequence[str]) -> list[Conditioning]: ...
+
+    @abstractmethod
+    def decode(self, components: Components, latents: Tensor) -> Tensor:
+        """latents `[batch, *latent]` -> uint8 `[batch, frames, height, width, 3]`."""
+
+    @abstractmethod
+    def collate(self, conds: Sequence[Conditioning]) -> dict[str, Tensor]:
+        """Conditioning of several samples as batched tensors (padded and masked where lengths differ)."""
+
+    @abstractmethod
+    def velocity(self, transformer: nn.Module, x: Tensor, sigma: Tensor, cond: Mapping[str, Tensor]) -> Tensor:
+        """The network's velocity, fp32 `[batch, *latent]`, for x fp32 `[batch, *latent]`, sigma `[batch]`."""
+
+    @abstractmethod
+    def probe_conditioning(self) -> Conditioning:
+        """A fixed conditioning of one sample, made without the text encoder (for `Probe`)."""
+
+    @abstractmethod
+    def time_embedding(self, transformer: nn.Module) -> nn.Module:
+        """The inner module whose output `[batch, dim]` the critic's stop-step embedding is added to."""
+
+    @abstractmethod
+    def shard_units(self, transformer: nn.Module) -> list[nn.Module]:
+        """Modules that FSDP2 gathers one at a time (the repeated blocks); the root is added by the trainer."""
+
+    @abstractmethod
+    def idle_parameters(self, transformer: nn.Module) -> dict[str, str]:
+        """Parameters that never get a useful gradient, name -> "none" or "zero": kept out of every optimizer."""
+
+    @abstractmethod
+    def export_pipeline(self, weights: Mapping[str, Tensor], num_steps: int, shift: float, directory: Path) -> None:
+        """Write a diffusers pipeline: this checkpoint with these transformer weights and the student's grid."""

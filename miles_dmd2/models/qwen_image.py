@@ -1,0 +1,303 @@
+"""Qwen-Image (QwenImagePipeline): 2x2 packed latents `[tokens, in_channels]`, sigma is the transformer's timestep.
+
+Precision of sigma: this adapter passes it in fp32, but the transformer rounds it to its compute dtype before the time
+embedding. In bf16 that is up to 2e-3 (2 of 1000 timesteps) and, on a tiny random model, most of what bf16 costs: a mean
+error of 0.0036 of 0.0048. It stays so on purpose, because a student is deployed in a pipeline that rounds alike, and
+teacher, critic, student and engine agree. x_sigma, hops and x0 are computed from the exact sigma.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from miles_dmd2.algo import initial_noise, key_seed, normal, sigma_grid
+from miles_dmd2.models.base import Components, ModelAdapter
+from miles_dmd2.models.checkpoint import FLAG, positive_int, read_config
+from miles_dmd2.models.export import static_shift_scheduler, write_pipeline
+from miles_dmd2.models.offload import own_storage
+from miles_dmd2.types import Conditioning
+
+logger = logging.getLogger(__name__)
+
+PATCH = 2  # the pipeline packs 2x2 latent pixels into a token
+MAX_TOKENS = 512  # of a prompt: QwenImagePipeline.__call__'s own default
+DEFAULT_SAMPLE_SIZE = 128  # QwenImagePipeline.default_sample_size, in latent pixels
+PROBE_TOKENS = 8
+EMBEDS, MASK = "prompt_embeds", "prompt_embeds_mask"
+
+# In the last block nobody reads the text stream after attention: these get no gradient at all, or exactly zero. (Two
+# thirds of its txt_mod.1 are idle as well, but a parameter is listed whole or not at all.)
+IDLE_IN_LAST_BLOCK = {
+    "attn.to_add_out.": "none",
+    "txt_mlp.": "none",
+    "attn.add_q_proj.": "zero",
+    "attn.norm_added_q.": "zero",
+}
+UNSUPPORTED = ("guidance_embeds", "zero_cond_t", "use_additional_t_cond", "use_layer3d_rope")
+
+
+class QwenImageAdapter(ModelAdapter):
+    """Latents are the pipeline's: normalised VAE latents `[C, h, w]` packed to `[h/2 * w/2, 4 C]`."""
+
+    family: ClassVar[str] = "qwen_image"
+    pipeline_classes: ClassVar[tuple[str, ...]] = ("QwenImagePipeline",)
+
+    def __init__(self, checkpoint: Path, height: int, width: int) -> None:
+        """ValueError: configs missing, malformed or of an unsupported variant, a size the family cannot make."""
+        super().__init__(checkpoint, height, width)
+        index = read_config(checkpoint, "model_index.json")
+        if index.get("_class_name") not in self.pipeline_classes:
+            raise ValueError(f"{FLAG} {checkpoint}: not a {self.pipeline_classes[0]}: {index.get('_class_name')!r}")
+        where = "transformer/config.json"
+        transformer, vae = read_config(checkpoint, where), read_config(checkpoint, "vae/config.json")
+        for key in UNSUPPORTED:
+            if transformer.get(key):
+                raise ValueError(f"{FLAG} {checkpoint}: {where} has {key} = true, which is not supported")
+        self._in_channels = positive_int(transformer, "in_channels", where, 64)
+        self._text_dim = positive_int(transformer, "joint_attention_dim", where, 3584)
+        channels = positive_int(vae, "z_dim", "vae/config.json", 16)
+        out_channels = positive_int(transformer, "out_channels", where, 16)
+        if not self._in_channels == channels * PATCH**2 == out_channels * PATCH**2:
+            raise ValueError(
+                f"{FLAG} {checkpoint}: in_channels {self._in_channels} must be 4 x out_channels ({out_channels}) and "
+                f"4 x the VAE's z_dim ({channels})"
+            )
+        self._vae_scale = vae_scale_factor(vae)
+        for name, value in (("height", height), ("width", width)):
+            _check_size(f"--diffusion-{name}", value, self._vae_scale * PATCH)
+        self._grid = (height // self._vae_scale // PATCH, width // self._vae_scale // PATCH)
+
+    @classmethod
+    def default_size(cls, checkpoint: Path) -> tuple[int, int]:
+        side = DEFAULT_SAMPLE_SIZE * vae_scale_factor(read_config(checkpoint, "vae/config.json"))
+        return side, side
+
+    @property
+    def latent_shape(self) -> tuple[int, ...]:
+        return (self._grid[0] * self._grid[1], self._in_channels)
+
+    def initial_noise(self, seed: int) -> Tensor:
+        """As `QwenImagePipeline.prepare_latents` and SGLang draw it: `[1, 1, C, h, w]`, then packed."""
+        height, width = (PATCH * side for side in self._grid)
+        noise = initial_noise(seed, (1, 1, self._in_channels // PATCH**2, height, width))
+        return pack(noise[:, 0])[0]
+
+    def load_transformer(self, dtype: torch.dtype = torch.float32) -> nn.Module:
+        """The checkpoint's transformer on the CPU, in eval mode, each parameter with a storage of its own.
+
+        Its two entry layers cast their input to the dtype that their weight has at that moment, which is how a forward
+        under FSDP2 mixed precision (fp32 shards, gathered in bf16) gets bf16 inputs: no one else knows the policy.
+        ValueError: safetensors files that are missing or do not fit the config.
+        """
+        from diffusers import QwenImageTransformer2DModel
+
+        with _quiet():
+            transformer, report = QwenImageTransformer2DModel.from_pretrained(
+                self.checkpoint,
+                subfolder="transformer",
+                dtype=dtype,
+                use_safetensors=True,
+                local_files_only=True,
+                low_cpu_mem_usage=True,
+                output_loading_info=True,
+            )
+        problems = {key: value for key, value in report.items() if value}
+        if problems:
+            raise ValueError(f"{FLAG} {self.checkpoint}: transformer weights do not fit its config: {problems}")
+        own_storage(transformer)
+        for entry in (transformer.img_in, transformer.txt_norm):
+            entry.register_forward_pre_hook(_cast_to_weight)
+        return transformer
+
+    def load_components(self, dtype: torch.dtype = torch.float32) -> Components:
+        """Text encoder, tokenizer and VAE as the pipeline loads them; modules frozen, on the CPU."""
+        from diffusers import QwenImagePipeline
+
+        with _quiet():
+            pipeline = QwenImagePipeline.from_pretrained(
+                self.checkpoint,
+                transformer=None,
+                scheduler=None,
+                dtype=dtype,
+                use_safetensors=True,
+                local_files_only=True,
+            )
+        components = Components(pipeline.text_encoder, pipeline.tokenizer, pipeline.vae)
+        for module in components.modules():
+            module.eval().requires_grad_(False)
+            own_storage(module)
+        return components
+
+    @torch.no_grad()
+    def encode_prompts(self, components: Components, prompts: Sequence[str]) -> list[Conditioning]:
+        """Per prompt {"prompt_embeds": fp32 `[L, d]` on the CPU}, unpadded; equal prompts share one record.
+
+        Each prompt is encoded by itself, so its embedding does not depend on the batch around it. Longer than
+        MAX_TOKENS is cut there with a warning, as the pipeline does. ValueError: a prompt of which no token is left.
+        """
+        from diffusers import QwenImagePipeline
+
+        with _quiet():
+            pipeline = QwenImagePipeline(
+                scheduler=None,
+                vae=components.vae,
+                text_encoder=components.text_encoder,
+                tokenizer=components.tokenizer,
+                transformer=None,
+            )
+        found: dict[str, Conditioning] = {}
+        for prompt in prompts:
+            if prompt not in found:
+                device = next(components.text_encoder.parameters()).device
+                embeds, _ = pipeline.encode_prompt(prompt, device=device)
+                row = self._checked_embeds(embeds[0], prompt)
+                found[prompt] = {EMBEDS: row.to("cpu", torch.float32, copy=True)}
+        return [found[prompt] for prompt in prompts]
+
+    def _checked_embeds(self, embeds: Tensor, prompt: str) -> Tensor:
+        if not len(embeds):
+            raise ValueError(f"prompt {prompt!r} keeps no token: the tokenizer makes the pipeline's template too short")
+        if len(embeds) > MAX_TOKENS:
+            logger.warning("prompt cut from %d to %d tokens: %.60r", len(embeds), MAX_TOKENS, prompt)
+        return embeds[:MAX_TOKENS]
+
+    @torch.no_grad()
+    def decode(self, components: Components, latents: Tensor) -> Tensor:
+        """Packed normalised latents `[batch, tokens, channels]` -> uint8 `[batch, 1, height, width, 3]` on the CPU."""
+        vae: Any = components.vae
+        parameter = next(vae.parameters())
+        planes = unpack(latents, *self._grid).unsqueeze(2).to(parameter.device, parameter.dtype)
+        mean, deviation = (
+            torch.tensor(values).view(1, -1, 1, 1, 1).to(planes.device, planes.dtype)
+            for values in (vae.config.latents_mean, vae.config.latents_std)
+        )
+        pixels = vae.decode(planes / (1.0 / deviation) + mean, return_dict=False)[0][:, :, 0]
+        pixels = (pixels * 0.5 + 0.5).clamp(0, 1).permute(0, 2, 3, 1).float()
+        return (pixels * 255).round().to(torch.uint8).unsqueeze(1).cpu()
+
+    def collate(self, conds: Sequence[Conditioning]) -> dict[str, Tensor]:
+        """prompt_embeds `[batch, L, d]`; prompt_embeds_mask, bool `[batch, L]`, only where lengths differ."""
+        if not conds:
+            raise ValueError("collate needs the conditioning of at least one sample")
+        embeds = [cond[EMBEDS] for cond in conds]
+        for row in embeds:
+            if row.ndim != 2 or row.shape[1] != self._text_dim or not len(row):
+                raise ValueError(f"{EMBEDS} must be [L, {self._text_dim}] with L >= 1, got {list(row.shape)}")
+        lengths = [len(row) for row in embeds]
+        if len(set(lengths)) == 1:
+            return {EMBEDS: torch.stack(embeds)}
+        longest = torch.arange(max(lengths), device=embeds[0].device)
+        mask = longest < torch.tensor(lengths, device=longest.device).unsqueeze(1)
+        return {EMBEDS: nn.utils.rnn.pad_sequence(embeds, batch_first=True), MASK: mask}
+
+    def velocity(self, transformer: nn.Module, x: Tensor, sigma: Tensor, cond: Mapping[str, Tensor]) -> Tensor:
+        """fp32 `[batch, tokens, channels]`; fp64 from a transformer with fp64 parameters.
+
+        Not everything in it is fp64 then: the time embedding's angles, queries and keys in the rotary embedding, and
+        the variance in RMSNorm pass through fp32 inside diffusers. ValueError: shapes.
+        """
+        embeds = cond[EMBEDS]
+        if x.shape[1:] != self.latent_shape or sigma.shape != x.shape[:1] or embeds.shape[0] != x.shape[0]:
+            raise ValueError(
+                f"velocity takes x [batch, {', '.join(map(str, self.latent_shape))}], sigma [batch] and {EMBEDS} "
+                f"[batch, L, d], got {list(x.shape)}, {list(sigma.shape)} and {list(embeds.shape)}"
+            )
+        dtype = next(transformer.parameters()).dtype
+        velocity = transformer(
+            hidden_states=x.to(dtype),
+            encoder_hidden_states=embeds.to(dtype),
+            encoder_hidden_states_mask=cond.get(MASK),
+            timestep=sigma,
+            img_shapes=[[(1, *self._grid)]] * x.shape[0],
+            return_dict=False,
+        )[0]
+        return velocity.to(torch.float64 if velocity.dtype == torch.float64 else torch.float32)
+
+    def probe_conditioning(self) -> Conditioning:
+        """{"prompt_embeds": `[8, d]`}, normal by key."""
+        return {EMBEDS: normal(key_seed(0, "probe", 0, 0), (PROBE_TOKENS, self._text_dim))}
+
+    def time_embedding(self, transformer: nn.Module) -> nn.Module:
+        """The MLP behind the sinusoids: its output `[batch, dim]` modulates every block."""
+        return transformer.get_submodule("time_text_embed.timestep_embedder")
+
+    def shard_units(self, transformer: nn.Module) -> list[nn.Module]:
+        return list(transformer.get_submodule("transformer_blocks").children())
+
+    def idle_parameters(self, transformer: nn.Module) -> dict[str, str]:
+        last = f"transformer_blocks.{len(self.shard_units(transformer)) - 1}."
+        return {
+            name: kind
+            for name, _ in transformer.named_parameters()
+            for part, kind in IDLE_IN_LAST_BLOCK.items()
+            if name.startswith(last + part)
+        }
+
+    def export_pipeline(self, weights: Mapping[str, Tensor], num_steps: int, shift: float, directory: Path) -> None:
+        """`QwenImagePipeline.from_pretrained(directory)(prompt, num_inference_steps=num_steps)` is then the student.
+
+        student.json says how to sample it. ValueError: the directory exists, or the weights do not fit.
+        """
+        student = {
+            "num_inference_steps": num_steps,
+            "shift": shift,
+            "sigmas": sigma_grid(num_steps, shift).tolist(),
+            "true_cfg_scale": 1.0,
+            "height": self.height,
+            "width": self.width,
+        }
+        write_pipeline(self.checkpoint, "transformer", weights, static_shift_scheduler(shift), student, directory)
+
+
+def vae_scale_factor(vae_config: Mapping[str, Any]) -> int:
+    """Pixels per latent pixel, as the pipeline computes it (the key's spelling is diffusers')."""
+    return 2 ** len(vae_config.get("temperal_downsample", (False, True, True)))
+
+
+def pack(latents: Tensor) -> Tensor:
+    """`[batch, C, h, w]` -> tokens of 2x2 latent pixels `[batch, h/2 * w/2, 4 C]`."""
+    batch, channels, height, width = latents.shape
+    patches = latents.reshape(batch, channels, height // PATCH, PATCH, width // PATCH, PATCH)
+    return patches.permute(0, 2, 4, 1, 3, 5).reshape(batch, -1, channels * PATCH**2)
+
+
+def unpack(tokens: Tensor, rows: int, columns: int) -> Tensor:
+    """The inverse of `pack` for a grid of rows x columns tokens: `[batch, C, 2 rows, 2 columns]`."""
+    batch, _, width = tokens.shape
+    patches = tokens.reshape(batch, rows, columns, width // PATCH**2, PATCH, PATCH)
+    return patches.permute(0, 3, 1, 4, 2, 5).reshape(batch, -1, rows * PATCH, columns * PATCH)
+
+
+def _check_size(flag: str, value: int, multiple: int) -> None:
+    if value < 1 or value % multiple:
+        nearest = max(multiple, round(value / multiple) * multiple)
+        raise ValueError(f"{flag} {value} must be a positive multiple of {multiple}; the nearest is {nearest}")
+
+
+def _cast_to_weight(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (inputs[0].to(module.get_parameter("weight").dtype), *inputs[1:])
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the progress bars of diffusers and transformers, which are global switches."""
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    switches = (diffusers_logging, transformers_logging)
+    shown = [switch.is_progress_bar_enabled() for switch in switches]
+    for switch in switches:
+        switch.disable_progress_bar()
+    try:
+        yield
+    finally:
+        for switch, was in zip(switches, shown, strict=True):
+            if was:
+                switch.enable_progress_bar()

@@ -1,0 +1,60 @@
+"""Which adapter serves which checkpoint. Importing this module loads neither torch nor diffusers."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from miles_dmd2.models.checkpoint import FLAG, read_config
+
+if TYPE_CHECKING:
+    from miles_dmd2.models.base import ModelAdapter
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One family: its name, the `_class_name` values of model_index.json that it serves, and where its adapter is."""
+
+    name: str
+    pipeline_classes: tuple[str, ...]
+    adapter: str  # module:class
+
+
+FAMILIES = (Family("qwen_image", ("QwenImagePipeline",), "miles_dmd2.models.qwen_image:QwenImageAdapter"),)
+
+
+def known_pipeline_classes() -> tuple[str, ...]:
+    """Every `_class_name` that some adapter serves."""
+    return tuple(name for family in FAMILIES for name in family.pipeline_classes)
+
+
+def family_of(checkpoint: Path) -> Family:
+    """The family of a pipeline directory. ValueError: no such directory or file, unknown pipeline class."""
+    name = read_config(checkpoint, "model_index.json").get("_class_name")
+    for family in FAMILIES:
+        if name in family.pipeline_classes:
+            return family
+    known = ", ".join(known_pipeline_classes())
+    raise ValueError(f"{FLAG} {checkpoint}: model_index.json has _class_name {name!r}; supported are {known}")
+
+
+def adapter_class(family: Family) -> type[ModelAdapter]:
+    """Import the family's adapter (torch, but no weights)."""
+    module, _, name = family.adapter.partition(":")
+    return cast("type[ModelAdapter]", getattr(importlib.import_module(module), name))
+
+
+def build_adapter(checkpoint: Path | str, height: int | None = None, width: int | None = None) -> ModelAdapter:
+    """The adapter of a pipeline directory at a canvas size; None takes the family's own default.
+
+    ValueError, one line with flag, value and remedy: missing or malformed directory, unknown family, invalid size.
+    """
+    checkpoint = Path(checkpoint)
+    adapter = adapter_class(family_of(checkpoint))
+    if height is None or width is None:
+        default_height, default_width = adapter.default_size(checkpoint)
+        height = default_height if height is None else height
+        width = default_width if width is None else width
+    return adapter(checkpoint, height, width)

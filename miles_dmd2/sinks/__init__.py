@@ -1,0 +1,1 @@
+"""Where a run's figures go: terminal, JSONL file, Weights & Biases."""

@@ -1,0 +1,58 @@
+"""A finished run in one JSON object.
+
+Everything is read off the metrics file, so a resumed run adds up like one that was never interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from miles_dmd2.config import Config, Plan, TrainerSpec, flatten
+from miles_dmd2.sinks.jsonl import read_jsonl
+
+Row = Mapping[str, float]
+
+
+def summary(metrics: Path, config: Config, trainers: Sequence[TrainerSpec], plan: Plan) -> dict[str, Any]:
+    """Options, first and last eval, training seconds, forwards planned and counted.
+
+    `train_seconds` is generate, train and sync; start-up, eval and save are not in it.
+    """
+    rows = read_jsonl(metrics)
+    trained = [row for row in rows if "rollout/forwards" in row]
+    phases = ("sync", "generate", *(spec.name for spec in trainers))
+    evals = [row for row in rows if any(key.startswith("eval/") for key in row)]
+    return {
+        "steps": config.rollout.diffusion_num_steps,
+        "seed": config.run.seed,
+        "rollouts": len(trained),
+        "train_seconds": sum(row.get(f"time/{phase}", 0.0) for row in trained for phase in phases),
+        "seconds_per_phase": {
+            phase: sum(row.get(f"time/{phase}", 0.0) for row in rows) for phase in (*phases, "eval", "save")
+        },
+        "forwards_per_update": {"planned": asdict(plan.forwards_per_update), "counted": _counted(trained, trainers)},
+        "eval": _eval_figures(evals[-1]) if evals else {},
+        "eval_at_rollout_0": _eval_figures(evals[0]) if evals else {},
+        "options": json.loads(json.dumps(flatten(config.resolved()), default=str)),
+    }
+
+
+def _eval_figures(row: Row) -> dict[str, float]:
+    return {key.removeprefix("eval/"): value for key, value in row.items() if key.startswith("eval/")}
+
+
+def _counted(rows: Sequence[Row], trainers: Sequence[TrainerSpec]) -> dict[str, float]:
+    """Mean transformer passes per rollout, in samples, as the processes counted them."""
+    critic = next(spec.name for spec in trainers if spec.role == "critic")
+    actor = next(spec.name for spec in trainers if spec.role == "actor")
+    keys = {
+        "engine": "rollout/forwards",
+        "critic": f"{critic}/critic_forwards",
+        "teacher": f"{critic}/teacher_forwards",
+        "student": f"{actor}/student_forwards",
+    }
+    return {name: sum(row[key] for row in rows) / max(1, len(rows)) for name, key in keys.items()}

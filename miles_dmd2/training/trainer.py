@@ -1,0 +1,214 @@
+"""What critic and actor trainers share: one trained network, its optimizer and average, sleep, and its checkpoint."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from miles_dmd2.models.base import ModelAdapter
+from miles_dmd2.models.offload import Entry, Residence
+from miles_dmd2.training.batching import MicroBatch, TrainInputHook, Windows, collate, cut, prepare
+from miles_dmd2.training.checkpoint import rank_file, read_tensors, write_tensors
+from miles_dmd2.training.distributed import Ranks
+from miles_dmd2.training.ema import Ema
+from miles_dmd2.training.metrics import MetricBuffer, Reduction, per_step
+from miles_dmd2.training.network import Network
+from miles_dmd2.training.optimizer import AdamW, OptimizerSettings, clip_gradients, gradient_norm, learning_rate
+from miles_dmd2.types import GroupState, Role, RolloutSample
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerSettings:
+    """Values that both roles need. `micro_batch_size` None: a rank's share of a window in one forward.
+
+    Master weights, moments and averages are `master_dtype`, forwards of the transformers `forward_dtype`.
+    """
+
+    name: str
+    seed: int
+    optimizer: OptimizerSettings
+    micro_batch_size: int | None = None
+    forward_dtype: torch.dtype = torch.float32
+    master_dtype: torch.dtype = torch.float32
+    train_input_hook: TrainInputHook | None = None
+
+
+class Trainer:
+    """One rank of one trainer group. Awake after construction; every method but wake, sleep, save and load needs it.
+
+    Counters are in *successful* updates: the learning rate and the average follow them, so a skipped step changes
+    nothing but the count of skipped steps.
+    """
+
+    role: ClassVar[Role]
+    network_role: ClassVar[str]  # the trained network's name in metrics and files
+    metric_names: ClassVar[Mapping[str, Reduction]]  # reported as they are
+    metric_names_per_step: ClassVar[Mapping[str, Reduction]]  # and also per stop step
+
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        adapter: ModelAdapter,
+        module: nn.Module,
+        ranks: Ranks,
+        *,
+        ema_decay: float = 0.0,
+        frozen: Sequence[Network] = (),
+        before_sharding: Callable[[nn.Module], None] | None = None,
+    ) -> None:
+        self.settings, self.adapter, self.ranks = settings, adapter, ranks
+        self.network = Network(
+            self.network_role,
+            adapter,
+            module,
+            ranks,
+            trainable=True,
+            forward_dtype=settings.forward_dtype,
+            master_dtype=settings.master_dtype,
+            before_sharding=before_sharding,
+        )
+        self.optimizer = AdamW(self.network.trained, settings.optimizer)
+        self.ema = Ema(self.optimizer.shards, ema_decay) if ema_decay else None
+        self.updates = 0
+        self.skipped_steps = 0
+        self._skipped_in_a_row = 0
+        self._networks = (self.network, *frozen)
+        self.residence = Residence(self._entries())
+        for network in self._networks:
+            network.refuse_while_asleep(self.residence)
+
+    @property
+    def is_awake(self) -> bool:
+        return self.residence.awake
+
+    def wake(self) -> None:
+        self.residence.wake()
+
+    def sleep(self) -> None:
+        """Drops gradients, then frees the device: parameters, moments, averages and frozen networks hold no byte."""
+        self.optimizer.zero_grad()
+        self.residence.sleep()
+
+    def save(self, directory: Path) -> GroupState:
+        """Write this rank's shards below `directory`, awake or asleep (then from host copies, without waking)."""
+        name = rank_file(self.settings.name, self.ranks.rank, self.ranks.world_size)
+        digest = write_tensors(directory / name, self._state())
+        return GroupState({name: digest}, self.counters())
+
+    def load(self, directory: Path, counters: Mapping[str, int]) -> None:
+        """Continue from what `save` wrote on the same number of ranks, awake or asleep.
+
+        ValueError: no such file, or names, shapes, dtypes or counters other than this trainer's.
+        """
+        if counters.keys() != self.counters().keys():
+            raise ValueError(f"{directory}: counters of {self.settings.name} are {sorted(counters)}, not as expected")
+        name = rank_file(self.settings.name, self.ranks.rank, self.ranks.world_size)
+        read_tensors(directory / name, self._state())
+        self.updates = counters["updates"]
+        self.skipped_steps = counters["skipped_steps"]
+        self._skipped_in_a_row = counters["skipped_in_a_row"]
+
+    def counters(self) -> dict[str, int]:
+        return {
+            "updates": self.updates,
+            "skipped_steps": self.skipped_steps,
+            "skipped_in_a_row": self._skipped_in_a_row,
+        }
+
+    def _entries(self) -> list[Entry]:
+        state = {"exp_avg": self.optimizer.exp_avg, "exp_avg_sq": self.optimizer.exp_avg_sq}
+        if self.ema is not None:
+            state["ema"] = self.ema.average
+        entries = [entry for network in self._networks for entry in network.entries()]
+        for kind, tensors in state.items():
+            entries += [Entry(f"{kind}/{name}", tensor) for name, tensor in tensors.items()]
+        return entries
+
+    def _state(self) -> dict[str, Tensor]:
+        """The tensors of a checkpoint, by name: all that sleeps and is not frozen."""
+        return {name: self.residence.view(name) for name, entry in self.residence.entries.items() if not entry.frozen}
+
+    def _prepare(
+        self, rollout_id: int, windows: Windows, samples: Iterable[RolloutSample]
+    ) -> tuple[list[list[MicroBatch]], MetricBuffer]:
+        """This rank's micro-batches per window, and an empty buffer of the metrics that the role declares."""
+        self.residence.require_awake(f"{self.settings.name}.train")
+        facts = {"rollout id": rollout_id, "micro-batch size": self.settings.micro_batch_size}
+        shares = prepare(samples, windows, self.ranks, self.settings.train_input_hook, facts=facts)
+        device, dtype = self.ranks.device, self.settings.master_dtype
+        batches = [
+            [collate(self.adapter, part, device, dtype) for part in cut(share, self.settings.micro_batch_size)]
+            for share in shares
+        ]
+        for network in self._networks:
+            network.forwards = 0
+        return batches, self._metrics(len(batches[0][0].sigmas) - 1)
+
+    def _metrics(self, num_steps: int) -> MetricBuffer:
+        declared: dict[str, Reduction] = {
+            **self.metric_names,
+            "grad_norm": "mean",
+            "grad_norm_max": "max",
+            "lr": "same",
+            "skipped_steps": "same",
+            **{f"{network.role}_forwards": "sum" for network in self._networks},
+        }
+        for name, reduction in self.metric_names_per_step.items():
+            declared |= per_step(name, reduction, num_steps)
+        return MetricBuffer(declared)
+
+    def _backward(self, sample_losses: Tensor, window: Sequence[int]) -> None:
+        """Accumulate the gradient of the window's mean loss. FSDP averages over ranks, hence the factor."""
+        (sample_losses.sum() * (self.ranks.world_size / len(window))).backward()
+
+    def _update(
+        self, losses: Sequence[Tensor], ids: Sequence[int], window: Sequence[int], metrics: MetricBuffer
+    ) -> bool:
+        """One optimizer step on the accumulated gradients, unless a loss or their norm is not finite on any rank.
+
+        `losses` are the `[batch]` losses of this rank's micro-batches, `ids` their samples. Returns whether the step
+        was taken. RuntimeError after `max_skipped_steps` skipped ones in a row.
+        """
+        gradients = list(self.optimizer.gradients().values())
+        norm = gradient_norm(gradients, self.ranks)
+        values = torch.cat([loss.detach() for loss in losses]).tolist()
+        bad = [i for i, value in zip(ids, values, strict=True) if not math.isfinite(value)]
+        taken = self.ranks.all_true(not bad and math.isfinite(norm))
+        if taken:
+            clip_gradients(gradients, norm, self.settings.optimizer.clip_grad)
+            self.optimizer.step(self.updates)
+            self.updates += 1
+            self._skipped_in_a_row = 0
+            if self.ema is not None:
+                self.ema.update()
+            metrics.add("grad_norm", norm)
+            metrics.add("grad_norm_max", norm)
+        self.optimizer.zero_grad()
+        if not taken:
+            self._skip([i for part in self.ranks.gather(bad) for i in part], window, norm)
+        return taken
+
+    def _skip(self, bad: Sequence[int], window: Sequence[int], norm: float) -> None:
+        self.skipped_steps += 1
+        self._skipped_in_a_row += 1
+        where = f"loss of samples {bad}" if bad else f"gradient norm {norm} of samples {window[0]} to {window[-1]}"
+        text = f"{self.settings.name}: step {self.updates} skipped, not finite: {where}"
+        logger.warning("%s; %d in a row", text, self._skipped_in_a_row)
+        if self._skipped_in_a_row >= self.settings.optimizer.max_skipped_steps:
+            raise RuntimeError(f"{text}; {self._skipped_in_a_row} in a row, so the run stops")
+
+    def _reduce(self, metrics: MetricBuffer, skipped: int) -> dict[str, float]:
+        metrics.add("skipped_steps", skipped)
+        metrics.add("lr", learning_rate(self.settings.optimizer, max(0, self.updates - 1)))
+        for network in self._networks:
+            metrics.add(f"{network.role}_forwards", network.forwards)
+        return metrics.reduce(self.ranks)

@@ -1,0 +1,140 @@
+"""Runs under Ray: they finish, repeat bitwise, agree over ranks, go on where they stopped, and leave nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from run_commands import Finished, command, environment
+
+pytestmark = pytest.mark.ray
+
+CLOCKS = ("time/",)
+Run = Callable[..., Finished]
+
+
+def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+def without_clocks(rows: list[dict[str, float]]) -> list[dict[str, float]]:
+    return [{key: value for key, value in row.items() if not key.startswith(CLOCKS)} for row in rows]
+
+
+def test_a_run_trains_and_reports(base: Finished, workspace: Path) -> None:
+    from safetensors.torch import load_file
+
+    rows = base.rows()
+    assert [row["rollout"] for row in rows] == [0, 1, 2]
+    for row in rows:
+        assert row["rollout/samples"] == 16
+        assert row["critic/critic_forwards"] == 16
+        assert row["critic/teacher_forwards"] == 8
+        assert row["actor/student_forwards"] == 8
+        assert row["actor/dmd_loss"] > 0  # the critic is trained before the student's first step
+        assert row["actor/x0_mean_abs_diff"] < 1e-5  # engine and trainer compute the same x0
+    assert [row["rollout/weight_step"] for row in rows] == [0, 1, 2]
+    (teacher,) = (workspace / "pipeline" / "transformer").glob("*.safetensors")
+    moved = distance(load_file(teacher), base.student())
+    assert 1e-4 < moved < 3 * 2e-4 * 1.5  # AdamW moves a weight by about the learning rate per update
+    summary = json.loads((base.directory / "summary.json").read_text())
+    assert summary["rollouts"] == 3
+    assert summary["forwards_per_update"]["counted"]["critic"] == summary["forwards_per_update"]["planned"]["critic"]
+    assert "Plan: 3 rollouts of 16 samples" in base.out
+
+
+def test_forwards_counted_by_the_engine_are_those_of_the_stop_steps(base: Finished) -> None:
+    from miles_dmd2.data.requests import TrainingRequests, grid
+
+    source = TrainingRequests(["one", "two", "three"], 2, 8, 2, grid(2, 1.0), "per_sample", 0)
+    expected = [sum(r.stop_step + 1 for window in source(i) for r in window) for i in range(3)]
+    assert [row["rollout/forwards"] for row in base.rows()] == expected
+
+
+def test_the_same_command_twice_gives_the_same_bits(run: Run, base: Finished) -> None:
+    again = run("again", save_interval=2)
+    assert again.code == 0, again.err
+    for kind in ("raw", "ema"):
+        assert distance(base.student(kind), again.student(kind)) == 0.0
+    assert without_clocks(base.rows()) == without_clocks(again.rows())
+
+
+def test_a_resumed_run_ends_with_the_same_bits(run: Run, base: Finished, workspace: Path) -> None:
+    first = run("resumed", num_rollout=2)
+    assert first.code == 0, first.err
+    second = run("resumed", load=workspace / "resumed")
+    assert second.code == 0, second.err
+    for kind in ("raw", "ema"):
+        assert distance(base.student(kind), second.student(kind)) == 0.0
+    assert without_clocks(base.rows()) == without_clocks(second.rows())
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two ranks need two cores")
+def test_two_ranks_and_two_engines_give_the_same_student(run: Run, base: Finished, workspace: Path) -> None:
+    """To fp32 rounding: forwards are of other sizes, and AdamW divides small gradients by small moments."""
+    trainers = workspace / "uneven.yaml"
+    trainers.write_text(
+        "- {name: critic, role: critic, args: {lr: 1.0e-3, num_gpus: 2, micro_batch_size: 2}}\n"
+        "- {name: actor, role: actor, args: {lr: 2.0e-4, num_gpus: 1}}\n"
+    )
+    both = run("two ranks", actor_num_gpus_per_node=2, rollout_num_engines=2)
+    uneven = run("uneven", actor_num_gpus_per_node=2, trainer_config=trainers)
+    for other in (both, uneven):
+        assert other.code == 0, other.err
+        assert distance(base.student(), other.student()) < 2e-5  # of 6e-4 travelled
+        assert other.rows()[0]["critic/critic_loss"] == pytest.approx(base.rows()[0]["critic/critic_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_stops_in_seconds_says_how_to_go_on_and_leaves_no_process(
+    workspace: Path, how: signal.Signals
+) -> None:
+    name = f"interrupted {how.name}"
+    process = subprocess.Popen(
+        command(workspace, name, num_rollout=1000, save_interval=1),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+        start_new_session=True,
+    )
+    try:
+        wait_for(lambda: any((workspace / name / "checkpoints").glob("step_*")), 120)
+        left = children(process.pid)
+        assert len(left) > 3  # Ray and the workers
+        os.killpg(process.pid, how)  # as a terminal does: to the whole group
+        began = time.monotonic()
+        _, err = process.communicate(timeout=30)
+        assert time.monotonic() - began < 15
+        assert process.returncode == 130
+        assert "stopped. To go on from the newest checkpoint:" in err
+        assert "--load" in err
+        assert "Traceback" not in err
+        wait_for(lambda: not [pid for pid in left if Path(f"/proc/{pid}").exists()], 10)
+        assert not list(Path("/tmp").glob(f"md2-ray-{process.pid}-*"))
+    finally:
+        process.kill()
+
+
+def children(pid: int) -> list[int]:
+    """All descendants of a process."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, task.read_text().split()):
+            found += [child, *children(child)]
+    return found
+
+
+def wait_for(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        time.sleep(0.2)

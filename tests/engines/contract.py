@@ -1,0 +1,389 @@
+"""What every rollout engine must do. A test module derives a `Test...` class and provides the fixture `harness`.
+
+    class TestMyEngine(EngineContract):
+        @pytest.fixture
+        def harness(self): ...
+
+The engine may be shared between tests (a server is slow to start): each test begins with `base` weights, awake.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from miles_dmd2.algo import normal, sigma_grid
+from miles_dmd2.engines.base import EngineError, RolloutEngine
+from miles_dmd2.models.base import ModelAdapter
+from miles_dmd2.models.weights import checksum
+from miles_dmd2.types import Probe, RolloutRequest, RolloutSample, WeightUpdate, WeightVersion
+
+Weights = tuple[WeightUpdate, dict[str, Tensor]]
+GRID = tuple(sigma_grid(4, 3.0).tolist())
+
+
+@dataclass
+class Harness:
+    """An engine, what it should compute, and how near it must come.
+
+    reference: the checkpoint's transformer in fp32, in this process. prompts: of different token lengths.
+    same: tolerance between two ways of batching or two implementations; 0 where `exact` says bitwise.
+    """
+
+    engine: RolloutEngine
+    adapter: ModelAdapter
+    reference: nn.Module
+    prompts: Sequence[str]
+    same: float = 1e-5
+    exact: bool = True
+    decodes: Callable[[], int] = lambda: 0
+
+    def weights(self, step: int, kind: str = "raw") -> Weights:
+        """Weights of a student after `step` updates: the checkpoint's at 0, moved by fixed noise after."""
+        module = self.student(step)
+        tensors = {name: value.detach().clone() for name, value in module.state_dict().items()}
+        x, sigma, cond = (
+            normal(5, (1, *self.adapter.latent_shape)),
+            torch.tensor([0.7]),
+            self.adapter.probe_conditioning(),
+        )
+        with torch.no_grad():
+            velocity = self.adapter.velocity(module, x, sigma, self.adapter.collate([cond]))
+        probe = Probe(x, sigma, cond, velocity)
+        return WeightUpdate(WeightVersion(step, kind), checksum(tensors), probe, None), tensors
+
+    def student(self, step: int) -> nn.Module:
+        module = copy.deepcopy(self.reference)
+        with torch.no_grad():
+            for i, parameter in enumerate(module.parameters()):
+                parameter.add_(0.05 * step * normal(1000 + i, parameter.shape))
+        return module
+
+    def unseen(self) -> str:
+        """A parameter that no velocity depends on, if there is one: a fault in it escapes every probe."""
+        idle = self.adapter.idle_parameters(self.reference)
+        return min(idle) if idle else max(self.reference.state_dict())
+
+    def load(self, step: int, kind: str = "raw") -> None:
+        update, tensors = self.weights(step, kind)
+        self.engine.load_weights(update, tensors)
+
+    def requests(self, *stop_steps: int, start: int = 10, decode: bool = False) -> list[RolloutRequest]:
+        """One per stop step; ids, seeds and prompts go round."""
+        return [
+            RolloutRequest(start + i, self.prompts[i % len(self.prompts)], 500 + start + i, GRID, stop, decode)
+            for i, stop in enumerate(stop_steps)
+        ]
+
+    def velocity(self, step: int, samples: Sequence[RolloutSample], x: Tensor, sigma: float) -> Tensor:
+        """The reference's, for these samples' conditioning as one batch."""
+        cond = self.adapter.collate([sample.cond for sample in samples])
+        with torch.no_grad():
+            return self.adapter.velocity(self.student(step), x, torch.full((len(samples),), sigma), cond)
+
+    def close_to(self, a: Tensor, b: Tensor) -> None:
+        torch.testing.assert_close(a, b, rtol=0, atol=0 if self.exact else self.same)
+
+
+def equal(a: RolloutSample, b: RolloutSample) -> bool:
+    media = (a.media is None) == (b.media is None) and (a.media is None or torch.equal(a.media, b.media))
+    cond = a.cond.keys() == b.cond.keys() and all(torch.equal(a.cond[key], b.cond[key]) for key in a.cond)
+    same = (a.sample_id, a.prompt, a.seed, a.stop_step, a.weight_version) == (
+        (b.sample_id, b.prompt, b.seed, b.stop_step, b.weight_version)
+    )
+    tensors = torch.equal(a.x_k, b.x_k) and torch.equal(a.x0, b.x0) and torch.equal(a.sigmas, b.sigmas)
+    return same and tensors and media and cond
+
+
+def all_equal(a: Sequence[RolloutSample], b: Sequence[RolloutSample]) -> bool:
+    return len(a) == len(b) and all(equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def stacked(samples: Sequence[RolloutSample], name: str) -> Tensor:
+    return torch.stack([getattr(sample, name) for sample in samples])
+
+
+def spoil(weights: Weights, how: str, last: str) -> Weights:
+    """The same update with one fault, in the tensor `last` if it is in one."""
+    update, tensors = weights
+    if how == "missing name":
+        del tensors[last]
+    elif how == "unexpected name":
+        tensors["stop_step_embedding"] = torch.zeros(4)
+    elif how == "renamed":
+        tensors["module." + last] = tensors.pop(last)
+    elif how == "wrong shape":
+        tensors[last] = tensors[last].unsqueeze(0)
+    elif how == "NaN":
+        tensors[last].view(-1)[0] = float("nan")
+    elif how == "infinite":
+        tensors[last].view(-1)[0] = float("inf")
+    elif how == "integers":
+        tensors[last] = tensors[last].to(torch.int64)
+    if how == "wrong checksum":
+        tensors[last].view(-1)[0] += 1e-3
+    else:
+        update = dataclasses.replace(update, checksum=checksum(tensors))
+    probe, velocity = update.probe, update.probe.velocity
+    if how == "wrong probe":
+        probe = dataclasses.replace(probe, velocity=-velocity)
+    elif how == "probe a little off":
+        probe = dataclasses.replace(probe, velocity=velocity * (1 + 1e-3))
+    elif how == "probe NaN":
+        probe = dataclasses.replace(probe, velocity=velocity * float("nan"))
+    elif how == "probe of another shape":
+        probe = dataclasses.replace(probe, velocity=velocity[:, :1])
+    elif how == "probe of another canvas":
+        probe = dataclasses.replace(probe, x=probe.x[:, :1], velocity=velocity[:, :1])
+    elif how == "probe of another family":
+        probe = dataclasses.replace(probe, cond={"pooled": torch.zeros(3)})
+    return dataclasses.replace(update, probe=probe), tensors
+
+
+FAULTS = (
+    *("missing name", "unexpected name", "renamed", "wrong shape", "NaN", "infinite", "integers", "wrong checksum"),
+    *("wrong probe", "probe a little off", "probe NaN", "probe of another shape"),
+    *("probe of another canvas", "probe of another family"),
+)
+
+
+class EngineContract:
+    @pytest.fixture(autouse=True)
+    def _base_weights(self, harness: Harness) -> None:
+        harness.engine.wake()
+        harness.load(0)
+
+    # -- generate --------------------------------------------------------------------------------------------
+
+    def test_answers_in_request_order(self, harness: Harness) -> None:
+        requests = harness.requests(3, 0, 2, 0, 1, 3, 0)[::-1]
+        samples = harness.engine.generate(requests)
+        assert [s.sample_id for s in samples] == [r.sample_id for r in requests]
+        for request, sample in zip(requests, samples, strict=True):
+            assert (sample.prompt, sample.seed, sample.stop_step) == (request.prompt, request.seed, request.stop_step)
+            assert tuple(sample.sigmas.tolist()) == request.sigmas
+            assert sample.weight_version == WeightVersion(0)
+            assert sample.x_k.shape == sample.x0.shape == harness.adapter.latent_shape
+            assert {sample.x_k.dtype, sample.x0.dtype, sample.sigmas.dtype} == {torch.float32}
+            assert {sample.x_k.device.type, sample.x0.device.type} == {"cpu"}
+
+    def test_no_requests_no_samples(self, harness: Harness) -> None:
+        assert harness.engine.generate([]) == []
+
+    def test_the_same_requests_twice_are_bitwise_equal(self, harness: Harness) -> None:
+        requests = harness.requests(3, 1, 0, 3)
+        assert all_equal(harness.engine.generate(requests), harness.engine.generate(requests))
+
+    def test_starts_at_the_first_sigma_times_the_seeds_noise(self, harness: Harness) -> None:
+        requests = harness.requests(0, 0, 0)
+        for request, sample in zip(requests, harness.engine.generate(requests), strict=True):
+            assert torch.equal(sample.x_k, harness.adapter.initial_noise(request.seed))
+
+    def test_one_step_from_below_one_starts_there(self, harness: Harness) -> None:
+        grid = tuple(torch.tensor([0.999, 0.0]).tolist())
+        (request,) = harness.requests(0)
+        (sample,) = harness.engine.generate([dataclasses.replace(request, sigmas=grid)])
+        assert torch.equal(sample.x_k, torch.tensor(0.999) * harness.adapter.initial_noise(request.seed))
+        velocity = harness.velocity(0, [sample], sample.x_k.unsqueeze(0), grid[0])
+        harness.close_to(sample.x0, sample.x_k - torch.tensor(0.999) * velocity[0])
+
+    def test_seed_decides_the_noise_and_the_prompt_the_rest(self, harness: Harness) -> None:
+        (request,) = harness.requests(0)
+        variants = [
+            request,
+            dataclasses.replace(request, sample_id=1, seed=request.seed + 1),
+            dataclasses.replace(request, sample_id=2, prompt=harness.prompts[1]),
+        ]
+        base, reseeded, reworded = harness.engine.generate(variants)
+        assert not torch.equal(base.x_k, reseeded.x_k)
+        assert torch.equal(base.x_k, reworded.x_k)
+        assert (base.x0 - reworded.x0).abs().max() > 1e-4
+
+    def test_every_stop_step_is_a_prefix_of_the_whole(self, harness: Harness) -> None:
+        """By hand, with the reference: x_k and x0 of stop step k for the same batch."""
+        rows = [harness.engine.generate(harness.requests(stop, stop, stop)) for stop in range(4)]
+        x = stacked(rows[0], "x_k")
+        sigmas = torch.tensor(GRID)
+        for k, samples in enumerate(rows):
+            harness.close_to(stacked(samples, "x_k"), x)
+            velocity = harness.velocity(0, samples, x, GRID[k])
+            harness.close_to(stacked(samples, "x0"), x - sigmas[k] * velocity)
+            x = x + (sigmas[k + 1] - sigmas[k]) * velocity
+
+    def test_the_last_stop_step_is_the_whole_sampler(self, harness: Harness) -> None:
+        """x0 of step N - 1 is where the Euler step to sigma 0 lands."""
+        samples = harness.engine.generate(harness.requests(3, 3))
+        x = stacked(samples, "x_k")
+        landed = x - GRID[3] * harness.velocity(0, samples, x, GRID[3])
+        torch.testing.assert_close(stacked(samples, "x0"), landed, rtol=0, atol=harness.same)
+
+    def test_stop_steps_do_not_disturb_each_other(self, harness: Harness) -> None:
+        mixed = harness.engine.generate(harness.requests(3, 0, 2, 1))
+        for request, sample in zip(harness.requests(3, 0, 2, 1), mixed, strict=True):
+            (alone,) = harness.engine.generate([request])
+            torch.testing.assert_close(sample.x0, alone.x0, rtol=0, atol=harness.same)
+
+    @pytest.mark.parametrize("stop", range(4))
+    def test_costs_one_forward_more_than_the_stop_step(self, harness: Harness, stop: int) -> None:
+        before = harness.engine.forward_count
+        harness.engine.generate(harness.requests(stop, stop, stop))
+        assert harness.engine.forward_count - before == 3 * (stop + 1)
+
+    def test_mixed_stop_steps_cost_their_sum(self, harness: Harness) -> None:
+        before = harness.engine.forward_count
+        harness.engine.generate(harness.requests(0, 1, 2, 3, 3))
+        assert harness.engine.forward_count - before == 1 + 2 + 3 + 4 + 4
+
+    def test_prompts_of_different_length_in_one_batch_equal_single_runs(self, harness: Harness) -> None:
+        requests = harness.requests(2, 2, 2)
+        together = harness.engine.generate(requests)
+        for request, sample in zip(requests, together, strict=True):
+            (alone,) = harness.engine.generate([request])
+            torch.testing.assert_close(sample.x0, alone.x0, rtol=0, atol=harness.same)
+            assert all(torch.equal(sample.cond[key], alone.cond[key]) for key in alone.cond)
+
+    def test_grids_may_differ_within_a_call(self, harness: Harness) -> None:
+        first, second = harness.requests(1, 1)
+        other = tuple(sigma_grid(2, 1.0).tolist())
+        samples = harness.engine.generate([first, dataclasses.replace(second, sigmas=other)])
+        assert [len(sample.sigmas) for sample in samples] == [5, 3]
+        (alone,) = harness.engine.generate([dataclasses.replace(second, sigmas=other)])
+        torch.testing.assert_close(samples[1].x0, alone.x0, rtol=0, atol=harness.same)
+
+    def test_a_trainer_can_recompute_x0_with_gradient(self, harness: Harness) -> None:
+        samples = harness.engine.generate(harness.requests(2, 2))
+        assert not any(t.requires_grad or t.is_inference() for s in samples for t in (s.x_k, s.x0, *s.cond.values()))
+        x_k = stacked(samples, "x_k")
+        module = copy.deepcopy(harness.reference).requires_grad_(True)
+        cond = harness.adapter.collate([sample.cond for sample in samples])
+        x0 = x_k - GRID[2] * harness.adapter.velocity(module, x_k, torch.full((2,), GRID[2]), cond)
+        torch.testing.assert_close(x0, stacked(samples, "x0"), rtol=0, atol=harness.same)
+        x0.square().sum().backward()
+        assert any(p.grad is not None and bool(p.grad.any()) for p in module.parameters())
+
+    # -- media -----------------------------------------------------------------------------------------------
+
+    def test_media_only_when_asked(self, harness: Harness) -> None:
+        before = harness.decodes()
+        plain = harness.engine.generate(harness.requests(3, 3))
+        assert [sample.media for sample in plain] == [None, None]
+        assert harness.decodes() == before
+        first, second = harness.requests(3, 3, decode=True)
+        with_media, without = harness.engine.generate([first, dataclasses.replace(second, decode=False)])
+        assert without.media is None
+        assert with_media.media is not None
+        assert with_media.media.dtype == torch.uint8
+        assert with_media.media.shape[1:] == (harness.adapter.height, harness.adapter.width, 3)
+        assert len(with_media.media.unique()) > 2
+        assert torch.equal(with_media.x0, plain[0].x0) or not harness.exact
+
+    # -- bad requests ----------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"stop_step": 4}, r"stop_step must be an int in \[0, 4\), got 4"),
+            ({"stop_step": -1}, "stop_step"),
+            ({"stop_step": True}, "stop_step"),
+            ({"stop_step": 1.0}, "stop_step"),
+            ({"seed": -1}, "seed"),
+            ({"seed": 2**63}, "seed"),
+            ({"prompt": " "}, "prompt"),
+            ({"prompt": None}, "prompt"),
+            ({"sigmas": (1.0,), "stop_step": 0}, "sigmas"),
+            ({"sigmas": (1.0, 0.5), "stop_step": 0}, "end with 0"),
+            ({"sigmas": (1.0, 0.5, 0.5, 0.0), "stop_step": 0}, "decrease"),
+            ({"sigmas": (1.0, float("nan"), 0.0), "stop_step": 0}, "decrease"),
+            ({"sigmas": (2.0, 0.5, 0.0), "stop_step": 0}, "sigmas"),
+            ({"sample_id": 10}, "twice"),
+            ({"sample_id": -1}, "sample_id"),
+        ],
+    )
+    def test_a_request_that_cannot_be_served_is_refused(
+        self, harness: Harness, change: dict[str, object], message: str
+    ) -> None:
+        first, second = harness.requests(1, 1)
+        before = harness.engine.forward_count
+        with pytest.raises(ValueError, match=message) as caught:
+            harness.engine.generate([first, dataclasses.replace(second, **change)])
+        assert f"sample {change.get('sample_id', 11)}" in str(caught.value)
+        assert harness.engine.forward_count == before
+
+    # -- weights ---------------------------------------------------------------------------------------------
+
+    def test_new_weights_are_served_and_named(self, harness: Harness) -> None:
+        old = harness.engine.generate(harness.requests(2, 2))
+        update, tensors = harness.weights(1, "ema")
+        harness.engine.load_weights(update, tensors)
+        assert harness.engine.weight_version == WeightVersion(1, "ema")
+        assert harness.engine.weight_checksum == update.checksum
+        new = harness.engine.generate(harness.requests(2, 2))
+        assert {sample.weight_version for sample in new} == {WeightVersion(1, "ema")}
+        assert (stacked(new, "x0") - stacked(old, "x0")).abs().max() > 1e-3
+        x_k = stacked(new, "x_k")
+        harness.close_to(stacked(new, "x0"), x_k - torch.tensor(GRID)[2] * harness.velocity(1, new, x_k, GRID[2]))
+        harness.load(0)
+        assert all_equal(harness.engine.generate(harness.requests(2, 2)), old)
+
+    def test_loading_costs_no_student_forward(self, harness: Harness) -> None:
+        before = harness.engine.forward_count
+        harness.load(1)
+        assert harness.engine.forward_count == before
+
+    def test_the_caller_may_reuse_its_tensors(self, harness: Harness) -> None:
+        update, tensors = harness.weights(1)
+        harness.engine.load_weights(update, tensors)
+        served = harness.engine.generate(harness.requests(1))
+        for value in tensors.values():
+            value.zero_()
+        assert all_equal(harness.engine.generate(harness.requests(1)), served)
+
+    @pytest.mark.parametrize("fault", FAULTS)
+    def test_weights_with_a_fault_are_refused_and_the_old_ones_serve_on(self, harness: Harness, fault: str) -> None:
+        harness.load(1)
+        before = harness.engine.weight_version, harness.engine.weight_checksum
+        samples = harness.engine.generate(harness.requests(2, 0))
+        with pytest.raises(EngineError, match="raw@2 refused"):
+            harness.engine.load_weights(*spoil(harness.weights(2), fault, harness.unseen()))
+        assert (harness.engine.weight_version, harness.engine.weight_checksum) == before
+        assert all_equal(harness.engine.generate(harness.requests(2, 0)), samples)
+        harness.load(2)
+        assert harness.engine.weight_version == WeightVersion(2)
+
+    # -- sleep -----------------------------------------------------------------------------------------------
+
+    def test_asleep_nothing_works_and_awake_everything_is_as_before(self, harness: Harness) -> None:
+        engine, requests = harness.engine, harness.requests(2, 0, decode=True)
+        before = engine.generate(requests)
+        update, tensors = harness.weights(1)
+        for _ in range(3):
+            engine.sleep()
+            for call in (
+                lambda: engine.generate(requests),
+                lambda: engine.generate([]),
+                lambda: engine.load_weights(update, tensors),
+                engine.sleep,
+            ):
+                with pytest.raises(EngineError, match="asleep"):
+                    call()
+            assert engine.weight_version == WeightVersion(0)
+            engine.wake()
+            assert all_equal(engine.generate(requests), before)
+
+    def test_wake_is_no_effect_when_awake(self, harness: Harness) -> None:
+        before = harness.engine.generate(harness.requests(1))
+        harness.engine.wake()
+        assert all_equal(harness.engine.generate(harness.requests(1)), before)
+
+    def test_new_weights_after_waking_survive_the_next_sleep(self, harness: Harness) -> None:
+        harness.engine.sleep()
+        harness.engine.wake()
+        harness.load(1)
+        before = harness.engine.generate(harness.requests(1))
+        harness.engine.sleep()
+        harness.engine.wake()
+        assert all_equal(harness.engine.generate(harness.requests(1)), before)

@@ -1,0 +1,128 @@
+"""Whole training runs of the toy, as plain functions of the ranks: called here, and sent to rank processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from miles_dmd2.training import ActorTrainer, CriticTrainer, OptimizerSettings, Ranks, TrainerSettings, wanted_ids
+from miles_dmd2.training.batching import TrainInputHook
+from miles_dmd2.training.sharding import full
+from miles_dmd2.types import RolloutSample
+from tests.training.toy import GRID, ToyAdapter, make_sample, make_windows
+
+NUM_STEPS = len(GRID) - 1
+
+
+@dataclass(frozen=True)
+class Setup:
+    """`nan_sample`: the id of a sample whose x0 is NaN."""
+
+    windows: int = 3
+    window: int = 8
+    micro: int | None = None
+    dtype: torch.dtype = torch.float64
+    forward_dtype: torch.dtype | None = None
+    told: bool = True
+    lr: float = 1e-2
+    clip: float = 1.0
+    decay: float = 0.9
+    seed: int = 3
+    space: str = "velocity"
+    max_skipped: int = 3
+    nan_sample: int | None = None
+    hook: TrainInputHook | None = None
+
+
+def settings(setup: Setup, name: str) -> TrainerSettings:
+    return TrainerSettings(
+        name=name,
+        seed=setup.seed,
+        optimizer=OptimizerSettings(lr=setup.lr, clip_grad=setup.clip, max_skipped_steps=setup.max_skipped),
+        micro_batch_size=setup.micro,
+        forward_dtype=setup.forward_dtype or setup.dtype,
+        master_dtype=setup.dtype,
+        train_input_hook=setup.hook,
+    )
+
+
+def make_critic(ranks: Ranks, setup: Setup, adapter: ToyAdapter | None = None) -> CriticTrainer:
+    adapter = adapter or ToyAdapter()
+    return CriticTrainer(
+        settings(setup, "critic"),
+        adapter,
+        adapter.load_transformer(),
+        adapter.load_transformer(),
+        ranks,
+        loss_space=setup.space,
+        told_stop_steps=NUM_STEPS if setup.told else None,
+    )
+
+
+def make_actor(ranks: Ranks, setup: Setup, adapter: ToyAdapter | None = None) -> ActorTrainer:
+    adapter = adapter or ToyAdapter()
+    return ActorTrainer(settings(setup, "actor"), adapter, adapter.load_transformer(), ranks, ema_decay=setup.decay)
+
+
+def windows_of(setup: Setup, rollout_id: int) -> tuple[tuple[int, ...], ...]:
+    return make_windows(rollout_id, setup.windows, setup.window)
+
+
+def samples_of(setup: Setup, rollout_id: int, ids: Sequence[int]) -> list[RolloutSample]:
+    samples = [make_sample(i, rollout_id=rollout_id) for i in ids]
+    return [replace(s, x0=s.x0 * torch.nan) if s.sample_id == setup.nan_sample else s for s in samples]
+
+
+def one_rollout(
+    critic: CriticTrainer, actor: ActorTrainer, setup: Setup, rollout_id: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Critic, hand-over between all ranks, actor; each asleep while the other works."""
+    ranks, windows = critic.ranks, windows_of(setup, rollout_id)
+    actor.sleep()
+    critic.wake()
+    ids = wanted_ids(windows, ranks.rank, ranks.world_size)
+    critic_metrics, scores = critic.train(rollout_id, windows, samples_of(setup, rollout_id, ids))
+    critic.sleep()
+    actor.wake()
+    last = windows[-1:]
+    ids = wanted_ids(last, ranks.rank, ranks.world_size)
+    actor_metrics = actor.train(rollout_id, last, samples_of(setup, rollout_id, ids), ranks.gather(scores))
+    return critic_metrics, actor_metrics
+
+
+def weights(trainer: CriticTrainer | ActorTrainer) -> dict[str, Tensor]:
+    """Full parameters by name. A collective."""
+    trainer.wake()
+    return {name: full(p).clone() for name, p in trainer.network.module.named_parameters()}
+
+
+@dataclass(frozen=True)
+class Run:
+    critic: dict[str, Tensor]
+    student: dict[str, Tensor]
+    exported: dict[str, dict[str, Tensor]]
+    metrics: list[dict[str, float]]
+
+
+def train(ranks: Ranks, setup: Setup, rollouts: int = 3) -> Run:
+    critic, actor = make_critic(ranks, setup), make_actor(ranks, setup)
+    metrics = []
+    for rollout_id in range(rollouts):
+        for role, values in zip(("critic", "actor"), one_rollout(critic, actor, setup, rollout_id), strict=True):
+            metrics.append({f"{role}/{name}": value for name, value in values.items()})
+    exported = {kind: update.payload or {} for kind, update in actor.export_weights().items()}
+    return Run(weights(critic), weights(actor), exported, metrics)
+
+
+def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    """Largest absolute difference; names must agree."""
+    assert a.keys() == b.keys()
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+def same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    assert a.keys() == b.keys()
+    return all(torch.equal(a[name], b[name]) for name in a)

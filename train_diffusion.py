@@ -1,0 +1,244 @@
+"""Distill a flow-matching diffusion model into a few-step student: python train_diffusion.py --help."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from miles_dmd2.checkpointing import CheckpointError, IntervalCheckpoints, Manifest, read_manifest
+from miles_dmd2.config import (
+    Config,
+    ConfigError,
+    Plan,
+    TrainerSpec,
+    build_plan,
+    checks,
+    flatten,
+    parse,
+    plan_yaml,
+    render_plan,
+    resume_conflicts,
+)
+from miles_dmd2.data.prompts import load_prompts
+from miles_dmd2.data.requests import TrainingRequests, eval_requests, grid
+from miles_dmd2.evaluation import FixedEvaluation, NoEvaluation
+from miles_dmd2.models.registry import known_pipeline_classes
+from miles_dmd2.observability import Sink, SinkGroup
+from miles_dmd2.sinks.console import ConsoleSink
+from miles_dmd2.sinks.jsonl import JsonlSink
+from miles_dmd2.sinks.summary import summary
+from miles_dmd2.sinks.wandb import WandbSink
+
+FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line. Returns the exit code: 0, 1 (the run failed), 2 (bad input) or 130 (interrupted)."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        parsed = parse(arguments)
+        config, trainers = parsed.config, parsed.trainers
+        plan = build_plan(config, trainers)
+        manifest = check(config, trainers)
+    except (ConfigError, CheckpointError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    if parsed.dry_run:
+        print(plan_yaml(config, plan), end="")
+        return 0
+    print(render_plan(plan), flush=True)
+    with _interrupt_on_sigterm():
+        return run(config, trainers, plan, manifest, arguments)
+
+
+def check(config: Config, trainers: Sequence[TrainerSpec]) -> Manifest | None:
+    """All that can be known before a process starts. Returns the checkpoint to continue from, None for a new run."""
+    known = known_pipeline_classes()
+    checks.check_checkpoint(config.model.hf_checkpoint, known)
+    for spec in trainers:
+        if spec.checkpoint != config.model.hf_checkpoint:
+            checks.check_checkpoint(spec.checkpoint, known, flag=f"trainer {spec.name}: hf-checkpoint")
+    load_prompts(config.rollout.prompt_data)
+    if config.evaluation.eval_prompt_data is not None:
+        load_prompts(config.evaluation.eval_prompt_data, flag="--eval-prompt-data")
+    checks.check_run_dir(config)
+    checks.check_packages(config)
+    if config.cluster.ray_address is None:
+        checks.check_devices(config, len(os.sched_getaffinity(0)), _cuda_devices(config))
+    _check_canvas(config)
+    if config.run.load is None:
+        return None
+    manifest = read_manifest(checks.find_checkpoint(config.run.load))
+    conflicts = resume_conflicts(manifest.config, config)
+    if conflicts:
+        differing = "; ".join(conflicts)
+        raise ConfigError(f"--load {manifest.directory}: {differing}; use the values of the run it continues")
+    if manifest.rollout > config.rollout.num_rollout:
+        raise ConfigError(
+            f"--num-rollout {config.rollout.num_rollout}: --load {manifest.directory} has {manifest.rollout} rollouts "
+            f"already; use {manifest.rollout} or more"
+        )
+    return manifest
+
+
+def run(
+    config: Config, trainers: Sequence[TrainerSpec], plan: Plan, manifest: Manifest | None, arguments: Sequence[str]
+) -> int:
+    """Train, export the student, write the summary. Whatever happens, no process of the run is left."""
+    from miles_dmd2.cluster.launch import launch
+    from miles_dmd2.cluster.runtime import RunError, fetch
+    from miles_dmd2.driver import train
+    from miles_dmd2.models.registry import build_adapter
+
+    run_dir, rollouts = config.run.run_dir, config.rollout.num_rollout
+    start = manifest.rollout if manifest else 0
+    checkpoints = IntervalCheckpoints(
+        config.save_dir, config.run.save_interval, rollouts, config.run.seed, options(config)
+    )
+    try:
+        with launch(config, trainers, manifest) as (engines, groups):
+            write_json(run_dir / "run.json", {"options": options(config), "arguments": list(arguments)})
+            weights = train(
+                range(start, rollouts),
+                training_requests(config, plan),
+                engines,
+                groups,
+                evaluation(config),
+                checkpoints,
+                sinks(config, start),
+            )
+            adapter = build_adapter(
+                config.model.hf_checkpoint, config.model.diffusion_height, config.model.diffusion_width
+            )
+            for kind, update in weights.items():
+                steps, shift = config.rollout.diffusion_num_steps, config.rollout.diffusion_flow_shift
+                directory = run_dir / f"student_{kind}"
+                shutil.rmtree(directory, ignore_errors=True)  # of the run that this one continues
+                adapter.export_pipeline(fetch(update), steps, shift, directory)
+    except KeyboardInterrupt:
+        print(f"\nstopped. {how_to_go_on(config, arguments)}", file=sys.stderr)
+        return INTERRUPTED
+    except ConfigError as error:  # what only a running cluster can tell, before any actor
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except (RunError, CheckpointError) as error:
+        print(f"\nerror: {error} (logs: {run_dir / 'logs'})\n{how_to_go_on(config, arguments)}", file=sys.stderr)
+        return FAILED
+    write_json(run_dir / "summary.json", summary(run_dir / "metrics.jsonl", config, trainers, plan))
+    best = "ema" if config.keeps_ema else "raw"
+    print(f"done: the student is {run_dir}/student_{best}, its figures are in {run_dir}/summary.json")
+    return 0
+
+
+def training_requests(config: Config, plan: Plan) -> TrainingRequests:
+    return TrainingRequests(
+        prompts=load_prompts(config.rollout.prompt_data),
+        prompts_per_rollout=config.rollout.rollout_batch_size,
+        samples_per_prompt=config.rollout.n_samples_per_prompt,
+        num_windows=plan.windows,
+        sigmas=grid(config.rollout.diffusion_num_steps, config.rollout.diffusion_flow_shift),
+        stop_law=config.stop_law,
+        seed=config.rollout_seed,
+    )
+
+
+def evaluation(config: Config) -> FixedEvaluation | NoEvaluation:
+    section = config.evaluation
+    if section.eval_prompt_data is None:
+        return NoEvaluation()
+    sigmas = grid(config.rollout.diffusion_num_steps, config.rollout.diffusion_flow_shift)
+    prompts = load_prompts(section.eval_prompt_data)
+    requests = eval_requests(prompts, section.eval_samples_per_prompt, sigmas, config.rollout_seed)
+    return FixedEvaluation(requests, interval=config.eval_every, last=config.rollout.num_rollout)
+
+
+def sinks(config: Config, start: int) -> SinkGroup:
+    """The metrics file always; a terminal's progress; wandb when asked for."""
+    run = config.run
+    chosen: list[Sink] = [
+        JsonlSink(run.run_dir / "metrics.jsonl", keep_below=start),
+        ConsoleSink(start, config.rollout.num_rollout),
+    ]
+    if run.use_wandb:
+        chosen.append(WandbSink(run.wandb_project, run.wandb_mode, run.run_dir, options(config)))
+    return SinkGroup(*chosen)
+
+
+def options(config: Config) -> dict[str, Any]:
+    """Every option, resolved, as plain JSON values."""
+    plain: dict[str, Any] = json.loads(json.dumps(flatten(config.resolved()), default=str))
+    return plain
+
+
+def how_to_go_on(config: Config, arguments: Sequence[str]) -> str:
+    """The command that continues this run, or why there is none."""
+    if not any(config.save_dir.glob("step_*/manifest.json")):
+        return f"No checkpoint was written yet (--save-interval); to start anew, remove {config.run.run_dir} first."
+    kept = _without(arguments, "--load")
+    command = shlex.join(["python", sys.argv[0], *kept, "--load", str(config.save_dir)])
+    return f"To go on from the newest checkpoint:\n  {command}"
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.partial")
+    aside.write_text(json.dumps(content, indent=2) + "\n")
+    aside.replace(path)
+
+
+def _without(arguments: Sequence[str], flag: str) -> list[str]:
+    kept: list[str] = []
+    skip = False
+    for argument in arguments:
+        if skip or argument.startswith(f"{flag}="):
+            skip = False
+        elif argument == flag:
+            skip = True
+        else:
+            kept.append(argument)
+    return kept
+
+
+def _cuda_devices(config: Config) -> int:
+    if config.cluster.device != "cuda":
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _check_canvas(config: Config) -> None:
+    """The model family can make pictures of this size."""
+    from miles_dmd2.models.registry import build_adapter
+
+    try:
+        build_adapter(config.model.hf_checkpoint, config.model.diffusion_height, config.model.diffusion_width)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+@contextmanager
+def _interrupt_on_sigterm() -> Iterator[None]:
+    """A polite kill ends a run as Ctrl-C does."""
+
+    def interrupt(_signal: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
