@@ -139,7 +139,7 @@ class TrainResult:
 
 @dataclass(frozen=True, slots=True)
 class GroupState:
-    """Where a group wrote its part of a checkpoint: path below the checkpoint directory -> SHA-256, and its counters."""
+    """A group's part of a checkpoint: path below the checkpoint directory -> SHA-256, and the group's counters."""
 
     files: Mapping[str, str]
     counters: Mapping[str, int] = field(default_factory=dict)

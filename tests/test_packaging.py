@@ -16,6 +16,10 @@ import miles_dmd2
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+VENV = ROOT / ".venv"
+of_make_setup = pytest.mark.skipif(
+    not (VENV.exists() and VENV.samefile(sys.prefix)), reason="this Python is not the one of .venv"
+)
 OUTSIDE_THE_LOCK = {"wandb"}  # extras that `make setup` does not install
 
 
@@ -69,6 +73,7 @@ def test_nothing_brings_torchvision() -> None:
     assert not {name for name in LOCK if name in ("torchvision", "torchaudio", "timm")}
 
 
+@of_make_setup
 def test_version() -> None:
     assert importlib.metadata.version("miles-dmd2") == miles_dmd2.__version__
 
@@ -89,7 +94,7 @@ def closure(root: str, extras: tuple[str, ...]) -> set[str]:
     return {name for name, _ in seen} - {canonicalize_name(root)}
 
 
-@pytest.mark.skipif(Path(sys.prefix) != ROOT / ".venv", reason="this Python is not the one of .venv")
+@of_make_setup
 def test_the_environment_is_the_lock() -> None:
     installed = {canonicalize_name(d.name): Version(d.version) for d in importlib.metadata.distributions()}
     different = {

@@ -213,11 +213,12 @@ def _check_ranks(config: Config, ranks: int, window: int, steps: int, where: str
             f"use {config.num_ranks} or fewer"
         )
     if window % ranks:
+        other_steps = near_divisors(steps, config.samples_per_rollout, also=ranks)
+        smaller = "" if other_steps == "none" else f"--num-steps-per-rollout {other_steps}, or "
         raise ConfigError(
             f"{where}: a window of {window} samples ({config.samples_per_rollout} of a rollout / "
-            f"--num-steps-per-rollout {steps}) does not divide over {ranks} ranks; use --num-steps-per-rollout "
-            f"{near_divisors(steps, config.samples_per_rollout, also=ranks)}, or ranks (--actor-num-gpus-per-node, or "
-            f"num-gpus of this trainer) of {near_divisors(ranks, window)}"
+            f"--num-steps-per-rollout {steps}) does not divide over {ranks} ranks; use {smaller}"
+            f"ranks (--actor-num-gpus-per-node, or num-gpus of this trainer) of {near_divisors(ranks, window)}"
         )
 
 

@@ -62,7 +62,7 @@ class Settings:
     """Everything that decides the result; it goes into the manifest."""
 
     seed: int = 0
-    threads: int = 2
+    threads: int = 1
     digits: int = 1797
     vae_steps: int = 2500
     vae_batch: int = 16

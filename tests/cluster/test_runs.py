@@ -110,7 +110,10 @@ def test_an_interrupted_run_stops_in_seconds_says_how_to_go_on_and_leaves_no_pro
         wait_for(lambda: any((workspace / name / "checkpoints").glob("step_*")), 120)
         left = children(process.pid)
         assert len(left) > 3  # Ray and the workers
-        os.killpg(process.pid, how)  # as a terminal does: to the whole group
+        if how == signal.SIGINT:
+            os.killpg(process.pid, how)  # as a terminal does: to the whole group
+        else:
+            process.send_signal(how)  # as kill does
         began = time.monotonic()
         _, err = process.communicate(timeout=30)
         assert time.monotonic() - began < 15

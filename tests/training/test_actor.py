@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterable
 from dataclasses import replace
@@ -190,13 +191,15 @@ def state(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {name: entry.tensor.clone() for name, entry in trainer.residence.entries.items()}
 
 
-def skip_then_go_on(ranks: Ranks, setup: Setup) -> tuple[dict[str, float], bool, int, dict[str, torch.Tensor]]:
-    """One rollout with a NaN in one sample's scores, then a good one."""
+def skip_then_go_on(
+    ranks: Ranks, setup: Setup, factor: float
+) -> tuple[dict[str, float], bool, int, dict[str, torch.Tensor]]:
+    """One rollout with a bad x0_fake in one sample's scores, then a good one."""
     actor = make_actor(ranks, setup)
     before = state(actor)
     windows = windows_of(setup, 0)
     scores = fake_scores(windows[0])
-    scores[6] = replace(scores[6], x0_fake=scores[6].x0_fake * torch.nan)
+    scores[6] = replace(scores[6], x0_fake=scores[6].x0_fake * factor)
     ids = wanted_ids(windows, ranks.rank, ranks.world_size)
     metrics = actor.train(0, windows, samples_of(setup, 0, ids), [scores])
     unchanged = same_bits(state(actor), before)
@@ -204,16 +207,24 @@ def skip_then_go_on(ranks: Ranks, setup: Setup) -> tuple[dict[str, float], bool,
     return metrics, unchanged, actor.updates, weights(actor)
 
 
-def test_a_nan_on_one_rank_skips_the_step_on_all(ranks: Ranks, two_ranks: RankPool) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "factor", "tolerance"),
+    [(torch.float64, math.nan, 1e-12), (torch.float32, 1e25, 1e-5)],
+    ids=["NaN", "loss overflows, gradient does not"],
+)
+def test_a_bad_loss_on_one_rank_skips_the_step_on_all(
+    ranks: Ranks, two_ranks: RankPool, dtype: torch.dtype, factor: float, tolerance: float
+) -> None:
     """Sample 6 is rank 1's. The step after equals one of a run that never saw the bad batch."""
-    never = make_actor(ranks, SETUP)
+    setup = replace(SETUP, dtype=dtype)
+    never = make_actor(ranks, setup)
     train_actor(never, 1)
-    results = [skip_then_go_on(ranks, SETUP), *two_ranks.run(skip_then_go_on, SETUP)]
+    results = [skip_then_go_on(ranks, setup, factor), *two_ranks.run(skip_then_go_on, setup, factor)]
     for metrics, unchanged, updates, after in results:
         assert metrics == {"skipped_steps": 1.0, "lr": SETUP.lr, "student_forwards": 8.0}
         assert unchanged
         assert updates == 1
-        assert distance(after, weights(never)) < 1e-12
+        assert distance(after, weights(never)) < tolerance
 
 
 def skip_until_error(ranks: Ranks, setup: Setup) -> str:

@@ -11,10 +11,11 @@ import torch
 
 from miles_dmd2.algo import key_seed, normal
 from miles_dmd2.models.qwen_image import QwenImageAdapter
-from miles_dmd2.training import ActorTrainer, CriticTrainer, OptimizerSettings, Ranks, TrainerSettings
+from miles_dmd2.training import ActorTrainer, CriticTrainer, OptimizerSettings, Ranks, TrainerSettings, wanted_ids
 from miles_dmd2.types import RolloutSample, WeightVersion
 from tests.tiny_qwen import SIZE
-from tests.training.runs import same_bits, weights
+from tests.training.pool import RankPool
+from tests.training.runs import distance, same_bits, weights
 from tests.training.toy import GRID
 
 WINDOW = tuple(range(6))
@@ -60,3 +61,27 @@ def test_one_rollout(ranks: Ranks, tiny_qwen: Path, forward_dtype: torch.dtype) 
         assert torch.equal(before[name], after[name]) == (name in idle), name
     assert updates["raw"].payload.keys() == dict(load().named_parameters()).keys()
     assert not same_bits(updates["raw"].payload, updates["ema"].payload)
+
+
+def qwen_run(ranks: Ranks, checkpoint: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Two rollouts in fp32 with a small learning rate; critic and student."""
+    adapter = QwenImageAdapter(checkpoint, SIZE, SIZE)
+    settings = TrainerSettings("critic", 0, OptimizerSettings(lr=1e-4, beta1=0.0, eps=1e-4), micro_batch_size=2)
+    load = adapter.load_transformer
+    critic = CriticTrainer(settings, adapter, load(), load(), ranks, told_stop_steps=4)
+    actor = ActorTrainer(settings, adapter, load(), ranks)
+    samples = make_samples(adapter)
+    share = [samples[i] for i in wanted_ids([WINDOW], ranks.rank, ranks.world_size)]
+    for rollout_id in range(2):
+        _, scores = critic.train(rollout_id, [WINDOW], share)
+        actor.train(rollout_id, [WINDOW], share, ranks.gather(scores))
+    return weights(critic), weights(actor)
+
+
+def test_two_ranks_are_one_rank_to_fp32_rounding(ranks: Ranks, two_ranks: RankPool, tiny_qwen: Path) -> None:
+    alone = qwen_run(ranks, tiny_qwen)
+    start = dict(QwenImageAdapter(tiny_qwen, SIZE, SIZE).load_transformer().named_parameters())
+    assert distance(start, alone[1]) > 5e-5
+    for sharded in two_ranks.run(qwen_run, tiny_qwen):
+        for ours, theirs in zip(sharded, alone, strict=True):
+            assert distance(ours, theirs) < 2e-6

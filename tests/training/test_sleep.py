@@ -81,6 +81,15 @@ def test_the_fake_device_sees_what_a_sleeping_trainer_keeps(ranks: Ranks) -> Non
         assert device.bytes(hosts) == 20
 
 
+def test_sleep_drops_gradients(ranks: Ranks) -> None:
+    """Also those of a train call that an exception left half done."""
+    actor = make_actor(ranks, PLAIN)
+    parameter = next(iter(actor.network.trained.values()))
+    parameter.grad = torch.ones_like(parameter)
+    actor.sleep()
+    assert parameter.grad is None
+
+
 def cycles(ranks: Ranks, setup: Setup, count: int) -> Run:
     """Two rollouts with `count` extra sleep and wake cycles after each."""
     critic, actor = make_critic(ranks, setup), make_actor(ranks, setup)

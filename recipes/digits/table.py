@@ -1,0 +1,107 @@
+"""The whole table of the digits demo: students of 1, 2 and 4 steps, seeds 0, 1 and 2, at their budget and at twice it.
+
+    python recipes/digits/table.py                        hours; cells that are done are not run again
+    python recipes/digits/table.py --steps 1 --seeds 0    one cell
+
+Each cell trains to its budget, is measured, goes on from its checkpoint to twice the budget, and is measured again.
+`published` cells have the plain critic of the published recipes, beside ours, which is told the stop step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+HERE = Path(__file__).resolve().parent
+KINDS = {"told": [], "published": ["--dmd2-critic-conditioning", "none"]}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, nargs="+", choices=(1, 2, 4), default=[1, 2, 4])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--output", type=Path, default=Path("runs/digits-table"))
+    chosen = parser.parse_args(argv)
+    cells = []
+    for steps in chosen.steps:
+        kinds = ["told"] if steps == 1 else chosen.kinds  # with one step there is nothing to tell
+        for kind in kinds:
+            for seed in chosen.seeds:
+                cells += run_cell(steps, kind, seed, chosen.output)
+                write_table(cells, chosen.output)
+    print((chosen.output / "table.md").read_text())
+    return 0
+
+
+def run_cell(steps: int, kind: str, seed: int, output: Path) -> list[dict[str, Any]]:
+    """The two summaries of a cell, at its budget and at twice it; runs what is missing."""
+    budget = yaml.safe_load((HERE / "configs" / f"{steps}_steps.yaml").read_text())["num-rollout"]
+    run_dir = output / f"{steps}-steps-{kind}-seed-{seed}"
+    found = []
+    for factor in (1, 2):
+        kept = output / f"{run_dir.name}-x{factor}.json"
+        if not kept.is_file():
+            train(run_dir, steps, kind, seed, budget * factor)
+            summary = json.loads((run_dir / "summary.json").read_text())
+            (run_dir / "report.png").replace(kept.with_suffix(".png"))
+            kept.write_text(json.dumps({"kind": kind, "factor": factor, **summary}, indent=2) + "\n")
+        found.append(json.loads(kept.read_text()))
+    return found
+
+
+def train(run_dir: Path, steps: int, kind: str, seed: int, rollouts: int) -> None:
+    """In a process of its own, as a user would. RuntimeError: it failed."""
+    options = ["--steps", steps, "--seed", seed, "--num-rollout", rollouts, "--run-dir", run_dir, *KINDS[kind]]
+    if any((run_dir / "checkpoints").glob("step_*/manifest.json")):
+        options += ["--load", run_dir]
+    command = [sys.executable, str(HERE / "run.py"), *map(str, options)]
+    print(" ".join(command), flush=True)
+    code = subprocess.run(command, check=False).returncode
+    if code:
+        raise RuntimeError(f"{run_dir} ended with exit code {code}")
+
+
+def write_table(cells: Sequence[dict[str, Any]], output: Path) -> None:
+    """`table.md`: one row per (steps, kind, budget), means over seeds with their range."""
+    lines = [
+        "| steps | critic | rollouts | seconds | seeds | distance, EMA | raw | gap closed, EMA | raw | accuracy, EMA |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    keys = dict.fromkeys((cell["steps"], cell["kind"], cell["factor"]) for cell in cells)
+    for key in keys:
+        rows = [cell for cell in cells if (cell["steps"], cell["kind"], cell["factor"]) == key]
+        ema, raw = ([row["columns"][f"student_{kind}"] for row in rows] for kind in ("ema", "raw"))
+        columns = [
+            key[0],
+            key[1] if key[0] > 1 else "plain",
+            rows[0]["rollouts"],
+            f"{statistics.mean(row['train_seconds'] for row in rows):.0f}",
+            ", ".join(str(row["seed"]) for row in rows),
+            spread([column["fd"] for column in ema], ".2f"),
+            spread([column["fd"] for column in raw], ".2f"),
+            spread([row["gap_closed_ema"] for row in rows], ".0%"),
+            spread([row["gap_closed_raw"] for row in rows], ".0%"),
+            spread([column["accuracy"] for column in ema], ".1%"),
+        ]
+        lines.append(f"| {' | '.join(map(str, columns))} |")
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "table.md").write_text("\n".join(lines) + "\n")
+
+
+def spread(values: Sequence[float], form: str) -> str:
+    """Mean, and the range over seeds where there are several."""
+    mean = f"{statistics.mean(values):{form}}"
+    return mean if len(values) == 1 else f"{mean} ({min(values):{form}} to {max(values):{form}})"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
