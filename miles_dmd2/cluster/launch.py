@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from miles_dmd2.checkpointing import CheckpointError, Manifest
@@ -33,23 +33,22 @@ def launch(
             cluster.actor_num_nodes, cluster.actor_num_gpus_per_node, cluster.device, cluster.start_timeout
         )
         timeouts = (cluster.start_timeout, cluster.phase_timeout)
-        engines = None
-        groups: list[RayTrainerGroup] = []
-        try:
+        with ExitStack() as stack:
+            stack.callback(placement.release)
             engines = RayEngineGroup.start(
                 config.rollout.rollout_num_engines, engine_settings(config, worker), placement, *timeouts
             )
+            stack.callback(engines.dispose)
+            groups: list[RayTrainerGroup] = []
             for spec in trainers:
-                groups.append(RayTrainerGroup.start(trainer_job(config, spec, worker), placement, *timeouts))
-            engines.ready()
+                group = RayTrainerGroup.start(trainer_job(config, spec, worker), placement, *timeouts)
+                stack.callback(group.dispose)
+                groups.append(group)
             for group in groups:
-                group.ready(saved_state(manifest, group))
-            yield engines, groups
-        finally:
+                group.build(saved_state(manifest, group))
             for started in (engines, *groups):
-                if started is not None:
-                    started.dispose()
-            placement.release()
+                started.ready()
+            yield engines, groups
 
 
 def worker_settings(config: Config) -> WorkerSettings:

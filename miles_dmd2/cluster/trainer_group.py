@@ -55,8 +55,7 @@ class TrainerWorker:
             device=self._job.worker.device,
             timeout_s=self._job.collective_timeout,
         )
-        make = {"critic": _critic, "actor": _actor}[spec.role]
-        self._trainer: CriticTrainer | ActorTrainer = make(self._job, self._adapter, ranks)
+        self._trainer = build_trainer(self._job, self._adapter, ranks)
         if saved is not None:
             self._trainer.load(saved.directory, saved.counters)
         self._trainer.sleep()
@@ -105,12 +104,14 @@ class RayTrainerGroup:
     def __init__(self, job: TrainerJob, workers: Sequence[Any], start_timeout: float, phase_timeout: float) -> None:
         self._job, self._workers = job, list(workers)
         self._start_timeout, self._timeout = start_timeout, phase_timeout
+        self._starting = f"start of the {job.spec.name} group"
+        self._building: list[Any] = []
 
     @classmethod
     def start(
         cls, job: TrainerJob, placement: Placement, start_timeout: float, phase_timeout: float
     ) -> RayTrainerGroup:
-        """Start rank i on the device of rank i, without waiting: see `ready`."""
+        """Start rank i on the device of rank i, without waiting: see `build`."""
         worker = ray.remote(TrainerWorker)
         workers = [worker.options(**placement.options(rank)).remote(rank, job) for rank in range(job.spec.num_ranks)]
         return cls(job, workers, start_timeout, phase_timeout)
@@ -127,11 +128,15 @@ class RayTrainerGroup:
     def world_size(self) -> int:
         return len(self._workers)
 
-    def ready(self, saved: SavedState | None) -> None:
+    def build(self, saved: SavedState | None) -> None:
+        """Introduce the ranks to each other and let them load, without waiting: see `ready`."""
+        ((host, port),) = wait([self._workers[0].open_rendezvous.remote()], self._start_timeout, self._starting)
+        self._building = [worker.build.remote(host, port, saved) for worker in self._workers]
+
+    def ready(self) -> None:
         """Returns when every rank is built and asleep."""
-        what = f"start of the {self.name} group"
-        ((host, port),) = wait([self._workers[0].open_rendezvous.remote()], self._start_timeout, what)
-        wait([worker.build.remote(host, port, saved) for worker in self._workers], self._start_timeout, what)
+        wait(self._building, self._start_timeout, self._starting)
+        self._building = []
 
     def wake(self) -> None:
         self._all("wake")
@@ -196,7 +201,10 @@ def _settings(job: TrainerJob) -> TrainerSettings:
     )
 
 
-def _critic(job: TrainerJob, adapter: ModelAdapter, ranks: Ranks) -> CriticTrainer:
+def build_trainer(job: TrainerJob, adapter: ModelAdapter, ranks: Ranks) -> CriticTrainer | ActorTrainer:
+    """This rank's trainer with its networks loaded, awake."""
+    if job.spec.role == "actor":
+        return ActorTrainer(_settings(job), adapter, _start(job, adapter), ranks, ema_decay=job.student_ema_decay)
     return CriticTrainer(
         _settings(job),
         adapter,
@@ -208,10 +216,6 @@ def _critic(job: TrainerJob, adapter: ModelAdapter, ranks: Ranks) -> CriticTrain
         loss_space=job.critic_loss_space,
         told_stop_steps=job.num_steps if job.tell_stop_step else None,
     )
-
-
-def _actor(job: TrainerJob, adapter: ModelAdapter, ranks: Ranks) -> ActorTrainer:
-    return ActorTrainer(_settings(job), adapter, _start(job, adapter), ranks, ema_decay=job.student_ema_decay)
 
 
 def _start(job: TrainerJob, adapter: ModelAdapter) -> nn.Module:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from pydantic import Field, ValidationError
 
@@ -31,7 +31,7 @@ class TrainerSpec:
     role: Role
     checkpoint: Path
     lr: float
-    lr_schedule: str
+    lr_schedule: Literal["constant", "linear", "cosine"]
     lr_warmup_updates: int
     total_updates: int  # of the whole run: num_rollout x steps (critic), num_rollout (actor); schedules use it
     adam_beta1: float

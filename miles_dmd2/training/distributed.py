@@ -50,8 +50,8 @@ class Ranks:
 
 
 def backend_string() -> str:
-    """`cpu:gloo,cuda:nccl`: metrics and checkpoints while asleep need gloo on CUDA too. A CPU build knows no NCCL."""
-    return "cpu:gloo,cuda:nccl" if dist.is_nccl_available() else "cpu:gloo"
+    """`cpu:gloo,cuda:nccl`: metrics, and checkpoints while asleep, need gloo beside NCCL. A CPU build has gloo only."""
+    return "cpu:gloo,cuda:nccl" if dist.is_nccl_available() else "gloo"
 
 
 def open_rendezvous(host: str, world_size: int, timeout_s: float = 180.0) -> dist.TCPStore:

@@ -31,6 +31,8 @@ class RankPool:
         port = self._receive(self._ends[0])
         for end in self._ends[1:]:
             end.send(port)
+        for end in self._ends:
+            assert self._receive(end) == "joined"
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """AssertionError with the rank's traceback if one raises."""
@@ -62,6 +64,7 @@ def _serve(end: Connection, rank: int, world_size: int) -> None:
     else:
         store = join_rendezvous("127.0.0.1", end.recv(), world_size)
     ranks: Ranks = init_ranks(rank, world_size, store=store, timeout_s=TIMEOUT_S)
+    end.send(("joined", None))
     while (task := end.recv()) is not None:
         function, args = task
         try:
