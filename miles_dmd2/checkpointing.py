@@ -10,7 +10,6 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,6 @@ from miles_dmd2.types import GroupState, Role, TrainerGroup
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
-_NAME = re.compile(r"step_(\d{6,})")
 _PACKAGES = ("torch", "ray", "diffusers", "transformers", "safetensors")
 
 
@@ -151,22 +149,11 @@ def publish_checkpoint(
     return final
 
 
-def find_checkpoint(path: Path) -> Path:
-    """`path` itself if it is a checkpoint, else the newest one in it. CheckpointError: there is none."""
-    if (path / MANIFEST).is_file():
-        return path
-    found = {int(m[1]): entry for entry in path.glob("step_*") if (m := _NAME.fullmatch(entry.name))}
-    if not found:
-        raise CheckpointError(f"no checkpoint at or in {path}: expected {MANIFEST} or step_NNNNNN directories")
-    return found[max(found)]
-
-
-def read_manifest(path: Path, *, verify: bool = True) -> Manifest:
-    """The manifest of `find_checkpoint(path)`, after every file in it has the right size and SHA-256.
+def read_manifest(directory: Path, *, verify: bool = True) -> Manifest:
+    """The manifest of a checkpoint directory, after every file in it has the right size and SHA-256.
 
     CheckpointError, one line that names the file: missing, damaged, or of another format.
     """
-    directory = find_checkpoint(path)
     file = directory / MANIFEST
     try:
         content = json.loads(file.read_text())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -177,12 +175,6 @@ def flatten(config: Config) -> dict[str, Any]:
     """Field name -> plain value (as JSON and YAML know them), in the order of the schema. `build_config` inverts it."""
     plain = config.model_dump(mode="json")
     return {name: plain[option.section][name] for name, option in OPTIONS.items()}
-
-
-def config_hash(config: Config) -> str:
-    """SHA-256 (hex) over what the numbers of a run depend on: every resolved option but `RESUME_MAY_CHANGE`."""
-    text = json.dumps(_lasting(flatten(config.resolved())), sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def resume_conflicts(saved: Mapping[str, Any], config: Config) -> list[str]:
