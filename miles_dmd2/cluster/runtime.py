@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -37,7 +38,7 @@ def ray_session(address: str | None, devices: int, device: str) -> Iterator[None
     if ray.is_initialized():
         raise RunError("Ray is already running in this process; start a run from a process of its own")
     if address is not None:
-        ray.init(address=address, log_to_driver=False, configure_logging=False)
+        _init(address=address)
         try:
             yield
         finally:
@@ -46,19 +47,24 @@ def ray_session(address: str | None, devices: int, device: str) -> Iterator[None
     _sweep_left_over_sessions()
     session = tempfile.mkdtemp(prefix=f"{_SESSION_PREFIX}{os.getpid()}-", dir="/tmp")
     try:
-        ray.init(
+        _init(
             address="local",
             num_cpus=max(devices, 1),
             num_gpus=devices if device == "cuda" else 0,
             include_dashboard=False,
-            log_to_driver=False,
-            configure_logging=False,
             _temp_dir=session,
         )
         yield
     finally:
         ray.shutdown()
         shutil.rmtree(session, ignore_errors=True)
+
+
+def _init(**options: Any) -> None:
+    """`ray.init`, which would leave a SIGTERM handler of its own that exits at once: the caller's stays."""
+    handler = signal.getsignal(signal.SIGTERM)
+    ray.init(log_to_driver=False, configure_logging=False, **options)
+    signal.signal(signal.SIGTERM, handler)
 
 
 def _sweep_left_over_sessions() -> None:
