@@ -22,6 +22,7 @@ from miles_dmd2.models.base import Components, ModelAdapter
 from miles_dmd2.models.checkpoint import FLAG, positive_int, read_config
 from miles_dmd2.models.export import static_shift_scheduler, write_pipeline
 from miles_dmd2.models.offload import own_storage
+from miles_dmd2.models.planar import decode_frame
 from miles_dmd2.types import Conditioning
 
 logger = logging.getLogger(__name__)
@@ -173,12 +174,12 @@ class QwenImageAdapter(ModelAdapter):
         """Packed normalised latents `[batch, tokens, channels]` -> uint8 `[batch, 1, height, width, 3]` on the CPU."""
         vae: Any = components.vae
         parameter = next(vae.parameters())
-        planes = unpack(latents, *self._grid).unsqueeze(2).to(parameter.device, parameter.dtype)
+        planes = unpack(latents, *self._grid).to(parameter.device, parameter.dtype)
         mean, deviation = (
-            torch.tensor(values).view(1, -1, 1, 1, 1).to(planes.device, planes.dtype)
+            torch.tensor(values).view(1, -1, 1, 1).to(planes.device, planes.dtype)
             for values in (vae.config.latents_mean, vae.config.latents_std)
         )
-        pixels = vae.decode(planes / (1.0 / deviation) + mean, return_dict=False)[0][:, :, 0]
+        pixels = decode_frame(vae, planes / (1.0 / deviation) + mean)
         pixels = (pixels * 0.5 + 0.5).clamp(0, 1).permute(0, 2, 3, 1).float()
         return (pixels * 255).round().to(torch.uint8).unsqueeze(1).cpu()
 

@@ -24,9 +24,10 @@ from miles_dmd2.algo import sample_seed
 from miles_dmd2.data.requests import grid
 from miles_dmd2.engines.local import LocalEngine
 from miles_dmd2.media.gallery import contact_sheet
+from miles_dmd2.models.planar import decode_frame, planar_convolutions
 from miles_dmd2.models.registry import build_adapter
 from miles_dmd2.types import RolloutRequest, WeightVersion
-from recipes.digits import classifier, data, metrics
+from recipes.digits import build_teacher, classifier, data, metrics
 
 PIPELINE = Path(__file__).parent / "pipeline"
 TEACHER_STEPS = 50
@@ -95,8 +96,9 @@ def reconstruct(digits: data.Digits) -> Tensor:
     vae = AutoencoderKLQwenImage.from_pretrained(PIPELINE, subfolder="vae", local_files_only=True).eval()
     parts = []
     for grey in digits.grey.split(64):
-        latents = vae.encode(data.enlarge(grey).unsqueeze(2)).latent_dist.mode()
-        pixels = vae.decode(latents, return_dict=False)[0][:, :, 0].clamp(-1, 1)
+        with planar_convolutions(vae):
+            latents, _ = build_teacher.encode(vae, data.enlarge(grey))  # the posterior's mode
+        pixels = decode_frame(vae, latents)
         parts.append(((pixels * 0.5 + 0.5) * 255).round() / 127.5 - 1)
     return torch.cat(parts)
 

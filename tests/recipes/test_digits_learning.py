@@ -8,12 +8,12 @@ from recipes.digits.controls import control
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-OPTIONS = ["--num-rollout", "80", "--cpu-threads", "2", "--student-ema-decay", "0.9"]
+OPTIONS = ["--num-rollout", "100", "--cpu-threads", "2", "--student-ema-decay", "0.9"]
 
 
 def test_the_student_improves() -> None:
     before, after = control("real", 1, OPTIONS)
-    assert after["fd"] < 0.6 * before["fd"]
+    assert after["fd"] < 0.5 * before["fd"]
 
 
 @pytest.mark.parametrize("kind", ["flipped", "frozen"])
