@@ -126,10 +126,9 @@ def measure(
             continue
         student = engine_of(directory)
         columns[f"student_{kind}"] = judge.column(f"student {kind}", student, student_grid, last, seed)
-        for step in range(last):
-            columns[f"student_{kind}_step{step}"] = judge.column(
-                f"student {kind}, stopped at {step}", student, student_grid, step, seed
-            )
+        for step in range(last if kind == "ema" else 0):
+            name = f"student ema, stopped at {step}"
+            columns[f"student_ema_step{step}"] = judge.column(name, student, student_grid, step, seed)
         student.close()
     teacher.close()
     return columns, judge.floor()

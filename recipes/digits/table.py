@@ -30,19 +30,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--output", type=Path, default=Path("runs/digits-table"))
-    chosen = parser.parse_args(argv)
+    chosen, options = parser.parse_known_args(argv)  # others are train_diffusion's, for every cell
     cells = []
     for steps in chosen.steps:
         kinds = ["told"] if steps == 1 else chosen.kinds  # with one step there is nothing to tell
         for kind in kinds:
             for seed in chosen.seeds:
-                cells += run_cell(steps, kind, seed, chosen.output)
+                cells += run_cell(steps, kind, seed, chosen.output, options)
                 write_table(cells, chosen.output)
     print((chosen.output / "table.md").read_text())
     return 0
 
 
-def run_cell(steps: int, kind: str, seed: int, output: Path) -> list[dict[str, Any]]:
+def run_cell(steps: int, kind: str, seed: int, output: Path, options: Sequence[str]) -> list[dict[str, Any]]:
     """The two summaries of a cell, at its budget and at twice it; runs what is missing."""
     budget = yaml.safe_load((HERE / "configs" / f"{steps}_steps.yaml").read_text())["num-rollout"]
     run_dir = output / f"{steps}-steps-{kind}-seed-{seed}"
@@ -50,7 +50,7 @@ def run_cell(steps: int, kind: str, seed: int, output: Path) -> list[dict[str, A
     for factor in (1, 2):
         kept = output / f"{run_dir.name}-x{factor}.json"
         if not kept.is_file():
-            train(run_dir, steps, kind, seed, budget * factor)
+            train(run_dir, steps, kind, seed, budget * factor, options)
             summary = json.loads((run_dir / "summary.json").read_text())
             (run_dir / "report.png").replace(kept.with_suffix(".png"))
             kept.write_text(json.dumps({"kind": kind, "factor": factor, **summary}, indent=2) + "\n")
@@ -58,9 +58,9 @@ def run_cell(steps: int, kind: str, seed: int, output: Path) -> list[dict[str, A
     return found
 
 
-def train(run_dir: Path, steps: int, kind: str, seed: int, rollouts: int) -> None:
+def train(run_dir: Path, steps: int, kind: str, seed: int, rollouts: int, more: Sequence[str]) -> None:
     """In a process of its own, as a user would. RuntimeError: it failed."""
-    options = ["--steps", steps, "--seed", seed, "--num-rollout", rollouts, "--run-dir", run_dir, *KINDS[kind]]
+    options = ["--steps", steps, "--seed", seed, "--num-rollout", rollouts, "--run-dir", run_dir, *KINDS[kind], *more]
     if any((run_dir / "checkpoints").glob("step_*/manifest.json")):
         options += ["--load", run_dir]
     command = [sys.executable, str(HERE / "run.py"), *map(str, options)]
