@@ -19,6 +19,7 @@ from miles_dmd2.algo.dmd import (
 from miles_dmd2.algo.draws import (
     PURPOSES,
     Purpose,
+    eval_seed,
     initial_noise,
     integer,
     key_seed,
@@ -42,6 +43,7 @@ __all__ = [
     "critic_loss",
     "dmd_gradient",
     "euler_step",
+    "eval_seed",
     "flow_matching_loss",
     "guide",
     "initial_noise",

@@ -50,6 +50,11 @@ def sample_seed(seed: int, rollout_id: int, sample_id: int) -> int:
     return key_seed(seed, "sample_seed", rollout_id, sample_id) >> (_KEY_BITS - 32)
 
 
+def eval_seed(seed: int, series: int, index: int) -> int:
+    """As `sample_seed`, for the fixed noise of an evaluation: no training sample of any rollout shares its key."""
+    return key_seed(seed, "eval_seed", series, index) >> (_KEY_BITS - 32)
+
+
 def uniform(key: int) -> float:
     """A number in [0, 1) with 24 bits: exact in fp32, where more bits could round to 1."""
     return (_checked(key) >> (_KEY_BITS - 24)) / 2**24

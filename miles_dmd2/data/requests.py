@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from miles_dmd2.algo import integer, key_seed, sample_seed, sigma_grid
+from miles_dmd2.algo import eval_seed, integer, key_seed, sample_seed, sigma_grid
 from miles_dmd2.data.prompts import prompts_for_rollout
 from miles_dmd2.types import RolloutRequest
 
@@ -65,7 +65,7 @@ def eval_requests(
         RolloutRequest(
             sample_id=i,
             prompt=prompts[i // samples_per_prompt],
-            seed=key_seed(seed, "eval_seed", 0, i) >> 31,
+            seed=eval_seed(seed, 0, i),
             sigmas=sigmas,
             stop_step=len(sigmas) - 2,
             decode=True,

@@ -131,18 +131,18 @@ def frechet_with_bootstrap(sample: Tensor, reference: Tensor, draws: int = 20, s
 
 
 def frechet_floor(reference: Tensor, labels: Tensor, draws: int = 20, seed: int = 0) -> Distance:
-    """What a perfect sampler would score: the mean distance to ``reference`` of resamples of ``reference`` itself.
+    """About what a perfect sampler would score: the mean distance between two independent resamples of ``reference``.
 
-    A resample has the same size and the same class counts: within each class, with replacement. It stands
-    for "as many fresh draws from the distribution that the reference is"; ``deviation`` is over resamples.
+    The Frechet distance of finite samples is biased upwards by the sampling error of both. Two resamples with
+    replacement, of the same size and class counts, stand for the reference and as many fresh draws; ``deviation`` is
+    over pairs. (A resample against ``reference`` itself has only one of the two errors, and about half the bias.)
     """
     generator = torch.Generator().manual_seed(seed)
-    mean, cov = _moments(reference)
-    root, trace = _root(cov), cov.trace()
     groups = [torch.nonzero(labels == label).flatten() for label in labels.unique()]
-    values = []
-    for _ in range(draws):
-        index = torch.cat([g[torch.randint(len(g), (len(g),), generator=generator)] for g in groups])
-        values.append(_frechet(mean, root, trace, *_moments(reference[index])))
-    found = torch.tensor(values, dtype=torch.float64)
+
+    def resample() -> Tensor:
+        index = [g[torch.randint(len(g), (len(g),), generator=generator)] for g in groups]
+        return reference[torch.cat(index)]
+
+    found = torch.tensor([frechet_distance(resample(), resample()) for _ in range(draws)], dtype=torch.float64)
     return Distance(found.mean().item(), found.std().item())

@@ -20,7 +20,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from miles_dmd2.algo import sample_seed
+from miles_dmd2.algo import eval_seed
 from miles_dmd2.data.requests import grid
 from miles_dmd2.engines.local import LocalEngine
 from miles_dmd2.media.gallery import contact_sheet
@@ -32,6 +32,7 @@ from recipes.digits import build_teacher, classifier, data, metrics
 PIPELINE = Path(__file__).parent / "pipeline"
 TEACHER_STEPS = 50
 SHOWN_PER_DIGIT = 2
+REPORT_SERIES = 1  # of fixed noise; 0 is the evals' during training
 SMOKE_LIMIT = 100  # digits: enough to see that every column works, too few for a figure to mean something
 
 
@@ -70,7 +71,9 @@ class Judge:
     def column(self, name: str, engine: LocalEngine, sigmas: tuple[float, ...], stop_step: int, seed: int) -> Column:
         """Sample one picture per digit of the data set (same prompts, same noise in every column) and measure."""
         requests = [
-            RolloutRequest(i, data.prompt_of(int(label)), sample_seed(seed, 0, i), sigmas, stop_step, decode=True)
+            RolloutRequest(
+                i, data.prompt_of(int(label)), eval_seed(seed, REPORT_SERIES, i), sigmas, stop_step, decode=True
+            )
             for i, label in enumerate(self.labels)
         ]
         samples = engine.generate(requests)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -44,17 +45,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_cell(steps: int, kind: str, seed: int, output: Path, options: Sequence[str]) -> list[dict[str, Any]]:
     """The two summaries of a cell, at its budget and at twice it; runs what is missing."""
-    budget = yaml.safe_load((HERE / "configs" / f"{steps}_steps.yaml").read_text())["num-rollout"]
+    settings = yaml.safe_load((HERE / "configs" / f"{steps}_steps.yaml").read_text())
+    settings["options"] = list(options)
     run_dir = output / f"{steps}-steps-{kind}-seed-{seed}"
     found = []
     for factor in (1, 2):
         kept = output / f"{run_dir.name}-x{factor}.json"
         if not kept.is_file():
-            train(run_dir, steps, kind, seed, budget * factor, options)
+            train(run_dir, steps, kind, seed, settings["num-rollout"] * factor, options)
             summary = json.loads((run_dir / "summary.json").read_text())
-            (run_dir / "report.png").replace(kept.with_suffix(".png"))
-            kept.write_text(json.dumps({"kind": kind, "factor": factor, **summary}, indent=2) + "\n")
-        found.append(json.loads(kept.read_text()))
+            shutil.copy(run_dir / "report.png", kept.with_suffix(".png"))
+            cell = {"kind": kind, "factor": factor, "settings": settings, **summary}
+            kept.write_text(json.dumps(cell, indent=2) + "\n")
+        cell = json.loads(kept.read_text())
+        if cell["settings"] != settings:
+            raise SystemExit(f"{kept} was made with other settings; remove it and {run_dir}, or use another --output")
+        found.append(cell)
     return found
 
 
@@ -71,30 +77,51 @@ def train(run_dir: Path, steps: int, kind: str, seed: int, rollouts: int, more: 
 
 
 def write_table(cells: Sequence[dict[str, Any]], output: Path) -> None:
-    """`table.md`: one row per (steps, kind, budget), means over seeds with their range."""
+    """`table.md`: the samplers to compare with, then a row per (steps, critic, budget): mean over seeds, and range."""
     lines = [
-        "| steps | critic | rollouts | seconds | seeds | distance, EMA | raw | gap closed, EMA | raw | accuracy, EMA |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| sampler | distance | accuracy |",
+        "|---|---|---|",
     ]
-    keys = dict.fromkeys((cell["steps"], cell["kind"], cell["factor"]) for cell in cells)
-    for key in keys:
+    for steps in dict.fromkeys(cell["steps"] for cell in cells):
+        columns = next(cell for cell in cells if cell["steps"] == steps)["columns"]
+        many = [("teacher, 50 steps", columns["teacher_50"])] if len(lines) == 2 else []
+        for name, column in [*many, (f"teacher, {steps} steps", columns["teacher"])]:
+            distance = f"{column['fd']:.2f} ± {column['fd_deviation']:.2f}"
+            lines.append(f"| {name} | {distance} | {column['accuracy']:.1%} |")
+    floor = cells[0]["floor"]
+    lines += [
+        f"| floor: data against data | {floor['fd']:.2f} ± {floor['fd_deviation']:.2f} | |",
+        "",
+        "| steps | critic | rollouts | seconds | seeds | distance, EMA | gap closed, EMA | gap closed, raw "
+        "| accuracy, EMA | accuracy, raw | distance by stop step, EMA |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for key in dict.fromkeys((cell["steps"], cell["kind"], cell["factor"]) for cell in cells):
         rows = [cell for cell in cells if (cell["steps"], cell["kind"], cell["factor"]) == key]
-        ema, raw = ([row["columns"][f"student_{kind}"] for row in rows] for kind in ("ema", "raw"))
-        columns = [
-            key[0],
-            key[1] if key[0] > 1 else "plain",
-            rows[0]["rollouts"],
-            f"{statistics.mean(row['train_seconds'] for row in rows):.0f}",
-            ", ".join(str(row["seed"]) for row in rows),
-            spread([column["fd"] for column in ema], ".2f"),
-            spread([column["fd"] for column in raw], ".2f"),
-            spread([row["gap_closed_ema"] for row in rows], ".0%"),
-            spread([row["gap_closed_raw"] for row in rows], ".0%"),
-            spread([column["accuracy"] for column in ema], ".1%"),
-        ]
-        lines.append(f"| {' | '.join(map(str, columns))} |")
+        lines.append(f"| {' | '.join(map(str, row_of(key, rows)))} |")
     output.mkdir(parents=True, exist_ok=True)
     (output / "table.md").write_text("\n".join(lines) + "\n")
+
+
+def row_of(key: tuple[int, str, int], rows: Sequence[dict[str, Any]]) -> list[object]:
+    """One line of the table."""
+    steps, kind, _ = key
+    ema, raw = ([row["columns"][f"student_{name}"] for row in rows] for name in ("ema", "raw"))
+    by_step = [[row["columns"][f"student_ema_step{k}"]["fd"] for row in rows] for k in range(steps - 1)]
+    by_step.append([column["fd"] for column in ema])
+    return [
+        steps,
+        kind if steps > 1 else "plain",
+        rows[0]["rollouts"],
+        f"{statistics.mean(row['train_seconds'] for row in rows):.0f}",
+        " ".join(str(row["seed"]) for row in rows),
+        spread([column["fd"] for column in ema], ".2f"),
+        spread([row["gap_closed_ema"] for row in rows], ".0%"),
+        spread([row["gap_closed_raw"] for row in rows], ".0%"),
+        spread([column["accuracy"] for column in ema], ".1%"),
+        spread([column["accuracy"] for column in raw], ".1%"),
+        " / ".join(f"{statistics.mean(values):.2f}" for values in by_step),
+    ]
 
 
 def spread(values: Sequence[float], form: str) -> str:

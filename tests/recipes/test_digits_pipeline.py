@@ -119,8 +119,21 @@ def test_metrics_name_a_sample_without_media() -> None:
         metrics.evaluate([sample])
 
 
-def test_reference_is_floor_away_from_itself() -> None:
+def test_the_floor_is_what_a_perfect_sampler_scores() -> None:
+    """On a law that we can draw from: the floor of one sample predicts the distance of two fresh ones."""
+    count, width = 600, 16
+    draw = torch.Generator().manual_seed(0)
+
+    def fresh() -> torch.Tensor:
+        return torch.randn(count, width, generator=draw, dtype=torch.float64)
+
+    labels = torch.arange(count) % 10
+    expected = sum(classifier.frechet_distance(fresh(), fresh()) for _ in range(20)) / 20
+    found = classifier.frechet_floor(fresh(), labels)
+    assert found.value == pytest.approx(expected, rel=0.15)
+
+
+def test_the_judge_is_no_distance_away_from_itself() -> None:
     judge = Judge(data.load(200))
-    floor = judge.floor()
-    assert 0 < floor.value < 1.0
     assert classifier.frechet_distance(judge.features, judge.features) == pytest.approx(0.0, abs=1e-6)
+    assert judge.floor().value > 0.05
