@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import platform
 import shlex
 import shutil
 import signal
@@ -14,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from miles_dmd2.checkpointing import CheckpointError, IntervalCheckpoints, Manifest, read_manifest
+from miles_dmd2.checkpointing import CheckpointError, IntervalCheckpoints, Manifest, package_versions, read_manifest
 from miles_dmd2.config import (
     Config,
     ConfigError,
@@ -32,7 +34,7 @@ from miles_dmd2.data.prompts import load_prompts
 from miles_dmd2.data.requests import TrainingRequests, eval_requests, grid
 from miles_dmd2.evaluation import FixedEvaluation, NoEvaluation
 from miles_dmd2.models.registry import known_pipeline_classes
-from miles_dmd2.observability import Sink, SinkGroup
+from miles_dmd2.observability import RunError, Sink, SinkGroup, logger
 from miles_dmd2.sinks.console import ConsoleSink
 from miles_dmd2.sinks.jsonl import JsonlSink
 from miles_dmd2.sinks.summary import summary
@@ -44,19 +46,24 @@ FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line. Returns the exit code: 0, 1 (the run failed), 2 (bad input) or 130 (interrupted)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    try:
-        parsed = parse(arguments)
-        config, trainers = parsed.config, parsed.trainers
-        plan = build_plan(config, trainers)
-        manifest = check(config, trainers)
-    except (ConfigError, CheckpointError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return BAD_INPUT
-    if parsed.dry_run:
-        print(plan_yaml(config, plan), end="")
-        return 0
-    print(render_plan(plan), flush=True)
     with _interrupt_on_sigterm():
+        try:
+            parsed = parse(arguments)
+            config, trainers = parsed.config, parsed.trainers
+            plan = build_plan(config, trainers)
+            manifest = check(config, trainers)
+            if parsed.dry_run:
+                print(plan_yaml(config, plan), end="")
+                return 0
+            print(render_plan(plan), flush=True)
+            for note in machine_notes(manifest, config):
+                print(f"  note: {note}", flush=True)
+        except (ConfigError, CheckpointError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return BAD_INPUT
+        except KeyboardInterrupt:
+            print("\nstopped before anything was started", file=sys.stderr)
+            return INTERRUPTED
         return run(config, trainers, plan, manifest, arguments)
 
 
@@ -87,56 +94,86 @@ def check(config: Config, trainers: Sequence[TrainerSpec]) -> Manifest | None:
             f"--num-rollout {config.rollout.num_rollout}: --load {manifest.directory} has {manifest.rollout} rollouts "
             f"already; use {manifest.rollout} or more"
         )
+    newer = [step.name for step in sorted(config.save_dir.glob("step_*")) if _step(step) > manifest.rollout]
+    if newer:
+        raise ConfigError(
+            f"--load {manifest.directory}: --save {config.save_dir} holds later checkpoints ({', '.join(newer[:3])}), "
+            "which this run would write again; move them away, or give a new --run-dir"
+        )
     return manifest
+
+
+def machine_notes(manifest: Manifest | None, config: Config) -> list[str]:
+    """What makes the bits of a resumed run differ from those of an uninterrupted one."""
+    if manifest is None:
+        return []
+    now = {**package_versions(), **machine_facts(config)}
+    return [
+        f"the checkpoint was written with {name} {before}, this is {now.get(name, 'nothing')}: bits may differ"
+        for name, before in manifest.versions.items()
+        if now.get(name) != before
+    ]
+
+
+def machine_facts(config: Config) -> dict[str, str]:
+    """What the bits depend on beside options and packages."""
+    return {"torch threads": str(config.threads), "machine": platform.machine()}
 
 
 def run(
     config: Config, trainers: Sequence[TrainerSpec], plan: Plan, manifest: Manifest | None, arguments: Sequence[str]
 ) -> int:
     """Train, export the student, write the summary. Whatever happens, no process of the run is left."""
-    from miles_dmd2.cluster.launch import launch
-    from miles_dmd2.cluster.runtime import RunError, fetch
-    from miles_dmd2.driver import train
-    from miles_dmd2.models.registry import build_adapter
-
-    run_dir, rollouts = config.run.run_dir, config.rollout.num_rollout
-    start = manifest.rollout if manifest else 0
-    checkpoints = IntervalCheckpoints(
-        config.save_dir, config.run.save_interval, rollouts, config.run.seed, options(config)
-    )
+    run_dir = config.run.run_dir
     try:
-        with launch(config, trainers, manifest) as (engines, groups):
-            write_json(run_dir / "run.json", {"options": options(config), "arguments": list(arguments)})
-            weights = train(
-                range(start, rollouts),
-                training_requests(config, plan),
-                engines,
-                groups,
-                evaluation(config),
-                checkpoints,
-                sinks(config, start),
-            )
-            adapter = build_adapter(
-                config.model.hf_checkpoint, config.model.diffusion_height, config.model.diffusion_width
-            )
-            for kind, update in weights.items():
-                steps, shift = config.rollout.diffusion_num_steps, config.rollout.diffusion_flow_shift
-                directory = run_dir / f"student_{kind}"
-                shutil.rmtree(directory, ignore_errors=True)  # of the run that this one continues
-                adapter.export_pipeline(fetch(update), steps, shift, directory)
+        with _log_file(run_dir / "logs" / "driver.log"):
+            train_and_export(config, trainers, plan, manifest, arguments)
     except KeyboardInterrupt:
         print(f"\nstopped. {how_to_go_on(config, arguments)}", file=sys.stderr)
         return INTERRUPTED
     except ConfigError as error:  # what only a running cluster can tell, before any actor
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
-    except (RunError, CheckpointError) as error:
-        print(f"\nerror: {error} (logs: {run_dir / 'logs'})\n{how_to_go_on(config, arguments)}", file=sys.stderr)
+    except (RunError, CheckpointError, OSError, ValueError) as error:
+        print(f"\nerror: {error} (details: {run_dir / 'logs'})\n{how_to_go_on(config, arguments)}", file=sys.stderr)
         return FAILED
-    write_json(run_dir / "summary.json", summary(run_dir / "metrics.jsonl", config, trainers, plan))
     best = "ema" if config.keeps_ema else "raw"
     print(f"done: the student is {run_dir}/student_{best}, its figures are in {run_dir}/summary.json")
     return 0
+
+
+def train_and_export(
+    config: Config, trainers: Sequence[TrainerSpec], plan: Plan, manifest: Manifest | None, arguments: Sequence[str]
+) -> None:
+    from miles_dmd2.cluster.launch import launch
+    from miles_dmd2.cluster.runtime import fetch
+    from miles_dmd2.driver import train
+    from miles_dmd2.models.registry import build_adapter
+
+    run_dir, rollouts = config.run.run_dir, config.rollout.num_rollout
+    start = manifest.rollout if manifest else 0
+    checkpoints = IntervalCheckpoints(
+        config.save_dir, config.run.save_interval, rollouts, config.run.seed, options(config), machine_facts(config)
+    )
+    with launch(config, trainers, manifest) as (engines, groups):
+        write_json(run_dir / "run.json", {"options": options(config), "arguments": list(arguments)})
+        weights = train(
+            range(start, rollouts),
+            training_requests(config, plan),
+            engines,
+            groups,
+            evaluation(config),
+            checkpoints,
+            sinks(config, start),
+        )
+        adapter = build_adapter(config.model.hf_checkpoint, config.model.diffusion_height, config.model.diffusion_width)
+        for kind, update in weights.items():
+            tensors = fetch(update, config.cluster.phase_timeout)
+            directory = run_dir / f"student_{kind}"
+            shutil.rmtree(directory, ignore_errors=True)  # of the run that this one continues
+            steps, shift = config.rollout.diffusion_num_steps, config.rollout.diffusion_flow_shift
+            adapter.export_pipeline(tensors, steps, shift, directory)
+    write_json(run_dir / "summary.json", summary(run_dir / "metrics.jsonl", config, trainers, plan))
 
 
 def training_requests(config: Config, plan: Plan) -> TrainingRequests:
@@ -182,9 +219,14 @@ def options(config: Config) -> dict[str, Any]:
 def how_to_go_on(config: Config, arguments: Sequence[str]) -> str:
     """The command that continues this run, or why there is none."""
     if not any(config.save_dir.glob("step_*/manifest.json")):
-        return f"No checkpoint was written yet (--save-interval); to start anew, remove {config.run.run_dir} first."
+        if config.run.load is not None:
+            return (
+                f"No new checkpoint was written; the same command, with a new --run-dir, continues {config.run.load}."
+            )
+        used = config.run.run_dir
+        return f"No checkpoint was written yet (--save-interval); start anew with another --run-dir than {used}."
     kept = _without(arguments, "--load")
-    command = shlex.join(["python", sys.argv[0], *kept, "--load", str(config.save_dir)])
+    command = shlex.join([sys.executable, sys.argv[0], *kept, "--load", str(config.save_dir)])
     return f"To go on from the newest checkpoint:\n  {command}"
 
 
@@ -224,6 +266,30 @@ def _check_canvas(config: Config) -> None:
         build_adapter(config.model.hf_checkpoint, config.model.diffusion_height, config.model.diffusion_width)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(f"--hf-checkpoint {config.model.hf_checkpoint}: malformed config.json: {error!r}") from error
+
+
+def _step(directory: Path) -> int:
+    number = directory.name.removeprefix("step_")
+    return int(number) if number.isdigit() else 0
+
+
+@contextmanager
+def _log_file(path: Path) -> Iterator[None]:
+    """The driver's log: failures with their tracebacks."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logger.addHandler(handler)
+    try:
+        yield
+    except Exception:
+        logger.exception("the run failed")
+        raise
+    finally:
+        logger.removeHandler(handler)
+        handler.close()
 
 
 @contextmanager

@@ -69,6 +69,7 @@ class IntervalCheckpoints:
     last: int  # num_rollout
     seed: int
     config: Mapping[str, Any] = field(default_factory=dict)  # as JSON has it
+    machine: Mapping[str, str] = field(default_factory=dict)  # what else the bits depend on; kept with the versions
 
     def due(self, completed: int) -> bool:
         return completed == self.last or (self.interval is not None and completed % self.interval == 0)
@@ -76,7 +77,7 @@ class IntervalCheckpoints:
     def __call__(self, completed: int, groups: Sequence[TrainerGroup]) -> None:
         partial = begin_checkpoint(self.root, completed)
         states = {group.name: (group.role, group.save(partial)) for group in groups}
-        publish_checkpoint(partial, completed, states, seed=self.seed, config=self.config)
+        publish_checkpoint(partial, completed, states, seed=self.seed, config=self.config, machine=self.machine)
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
@@ -118,6 +119,7 @@ def publish_checkpoint(
     *,
     seed: int,
     config: Mapping[str, Any],
+    machine: Mapping[str, str] | None = None,
 ) -> Path:
     """Write the manifest of what the groups wrote below `partial`, and make it the checkpoint; returns its path."""
     groups: dict[str, dict[str, Any]] = {}
@@ -134,7 +136,7 @@ def publish_checkpoint(
         "seed": seed,
         "config_hash": config_hash(config),
         "config": dict(config),
-        "versions": package_versions(),
+        "versions": {**package_versions(), **(machine or {})},
         "groups": groups,
     }
     with (partial / MANIFEST).open("w") as file:

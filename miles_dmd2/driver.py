@@ -79,6 +79,7 @@ def train(
                 with clock(rollout_id, "save"):
                     checkpoints(completed, groups)
             sink.metrics(rollout_id, metrics | clock.take())
+            del batch, external, result  # the object store may drop them before the next rollout is generated
         if evaluation.due(rollouts.stop):
             with awake(engines):
                 metrics = _sync(engines, weights, clock, rollouts.stop)

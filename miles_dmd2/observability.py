@@ -11,6 +11,10 @@ from typing import Protocol
 logger = logging.getLogger("miles_dmd2")
 
 
+class RunError(RuntimeError):
+    """A process of the run failed or did not answer. The message names it and the phase."""
+
+
 class Sink(Protocol):
     """Receives what a run reports. A sink never stops a run: see `SinkGroup`."""
 

@@ -20,10 +20,7 @@ Purpose = Literal[
     "stop_step",
     "score_sigma",
     "score_noise",
-    "train_sigma",
-    "train_noise",
     "order",
-    "init",
     "probe",
 ]
 PURPOSES: tuple[str, ...] = get_args(Purpose)

@@ -9,11 +9,12 @@ import ray
 
 from miles_dmd2.cluster.placement import Placement
 from miles_dmd2.cluster.process import dtype_of, load_function, set_up
-from miles_dmd2.cluster.runtime import RunError, wait
+from miles_dmd2.cluster.runtime import wait
 from miles_dmd2.cluster.settings import EngineSettings
 from miles_dmd2.cluster.wire import Array, PackedSamples, pack_samples, unpack_samples, unpack_tensors
 from miles_dmd2.engines.local import LocalEngine
 from miles_dmd2.media.gallery import save_eval_media
+from miles_dmd2.observability import RunError
 from miles_dmd2.types import Chunk, RolloutRequest, WeightKind, WeightUpdate
 
 
@@ -21,20 +22,21 @@ class EngineWorker:
     """A shell around one engine: packs what leaves the process, holds no logic of its own."""
 
     def __init__(self, index: int, settings: EngineSettings) -> None:
-        adapter = set_up(f"engine_{index}", settings.worker)
-        self._engine = LocalEngine(
-            adapter,
-            device=settings.worker.device,
-            dtype=dtype_of(settings.worker.forward_dtype),
-            batch_size=settings.batch_size,
-        )
+        self._adapter = set_up(f"engine_{index}", settings.worker)
         self._settings = settings
         self._metrics = load_function(settings.eval_metrics) if settings.eval_metrics else None
         self._reported_forwards = 0
-        self._engine.sleep()
 
-    def ready(self) -> None:
-        """Returns once the constructor has finished."""
+    def build(self) -> None:
+        """Load, go to sleep."""
+        worker = self._settings.worker
+        self._engine = LocalEngine(
+            self._adapter,
+            device=worker.device,
+            dtype=dtype_of(worker.forward_dtype),
+            batch_size=self._settings.batch_size,
+        )
+        self._engine.sleep()
 
     def wake(self) -> None:
         self._engine.wake()
@@ -71,9 +73,6 @@ class EngineWorker:
         new, self._reported_forwards = total - self._reported_forwards, total
         return new
 
-    def close(self) -> None:
-        self._engine.close()
-
 
 class RayEngineGroup:
     """`types.Engines` over engine actors; every request goes to one engine, contiguous shares of each window."""
@@ -88,13 +87,14 @@ class RayEngineGroup:
     def start(
         cls, count: int, settings: EngineSettings, placement: Placement, start_timeout: float, phase_timeout: float
     ) -> RayEngineGroup:
-        """Start engine i on the device of rank i, without waiting: see `ready`."""
+        """Start engine i on the device of rank i, without waiting: see `build`."""
         worker = ray.remote(EngineWorker)
         actors = [worker.options(**placement.options(i)).remote(i, settings) for i in range(count)]
         return cls(actors, start_timeout, phase_timeout)
 
-    def ready(self) -> None:
-        refs = [actor.ready.remote() for actor in self._actors]
+    def build(self) -> None:
+        """Let the engines load; returns when all are asleep."""
+        refs = [actor.build.remote() for actor in self._actors]
         wait(refs, self._start_timeout, "start of the rollout engines")
 
     def wake(self) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from miles_dmd2.checkpointing import CheckpointError, Manifest
@@ -26,9 +26,8 @@ def launch(
     On exit, also by an exception, every process of the run is gone.
     """
     cluster = config.cluster
-    ranks = cluster.actor_num_nodes * cluster.actor_num_gpus_per_node
     worker = worker_settings(config)
-    with ray_session(cluster.ray_address, ranks, cluster.device):
+    with ray_session(cluster.ray_address, config.devices_per_node, cluster.device):
         placement = place(
             cluster.actor_num_nodes, cluster.actor_num_gpus_per_node, cluster.device, cluster.start_timeout
         )
@@ -44,23 +43,21 @@ def launch(
                 group = RayTrainerGroup.start(trainer_job(config, spec, worker), placement, *timeouts)
                 stack.callback(group.dispose)
                 groups.append(group)
+            engines.build()  # one after the other, each asleep before the next: they share a device
             for group in groups:
                 group.build(saved_state(manifest, group))
-            for started in (engines, *groups):
-                started.ready()
             yield engines, groups
 
 
 def worker_settings(config: Config) -> WorkerSettings:
     cluster = config.cluster
-    threads = cluster.cpu_threads or max(1, len(os.sched_getaffinity(0)) // cluster.actor_num_gpus_per_node)
     return WorkerSettings(
         checkpoint=config.model.hf_checkpoint.resolve(),
         height=config.model.diffusion_height,
         width=config.model.diffusion_width,
         forward_dtype=config.model.forward_dtype,
         device=cluster.device,
-        threads=threads,
+        threads=config.threads,
         single_node=cluster.actor_num_nodes == 1,
         log_directory=(config.run.run_dir / "logs").resolve(),
         python_path=tuple(entry or str(Path.cwd()) for entry in sys.path),
@@ -71,16 +68,24 @@ def engine_settings(config: Config, worker: WorkerSettings) -> EngineSettings:
     return EngineSettings(
         worker=worker,
         batch_size=config.rollout.rollout_engine_batch_size,
-        eval_metrics=config.evaluation.eval_metrics_path,
+        eval_metrics=_absolute(config.evaluation.eval_metrics_path),
         media_directory=(config.run.run_dir / "eval").resolve(),
     )
+
+
+def _absolute(function: str | None) -> str | None:
+    """`file.py:function` with the file's full path: workers run elsewhere."""
+    if function is None or not function.rpartition(":")[0].endswith(".py"):
+        return function
+    file, _, name = function.rpartition(":")
+    return f"{Path(file).resolve()}:{name}"
 
 
 def trainer_job(config: Config, spec: TrainerSpec, worker: WorkerSettings) -> TrainerJob:
     algorithm = config.algorithm
     return TrainerJob(
         worker=worker,
-        spec=spec,
+        spec=replace(spec, checkpoint=spec.checkpoint.resolve()),
         seed=config.run.seed,
         num_steps=config.rollout.diffusion_num_steps,
         critic_loss_space=algorithm.dmd2_critic_loss_space,
@@ -89,6 +94,7 @@ def trainer_job(config: Config, spec: TrainerSpec, worker: WorkerSettings) -> Tr
         score_shift=config.score_shift,
         student_ema_decay=algorithm.student_ema_decay,
         max_skipped_steps=config.run.max_skipped_steps,
+        start_timeout=config.cluster.start_timeout,
         collective_timeout=config.cluster.phase_timeout,
     )
 

@@ -10,8 +10,8 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from miles_dmd2.cluster.runtime import RunError
 from miles_dmd2.config import ConfigError
+from miles_dmd2.observability import RunError
 
 # Colocated roles share a device; each declares this part of it. Ray only counts: who computes is settled by sleep and
 # wake. An eighth leaves room for an engine and six trainer groups.

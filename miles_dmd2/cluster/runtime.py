@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
+import logging
 import os
 import shutil
 import signal
+import socket
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +21,15 @@ import ray
 from torch import Tensor
 
 from miles_dmd2.cluster.wire import unpack_tensors
+from miles_dmd2.config import ConfigError
+from miles_dmd2.observability import RunError
 from miles_dmd2.types import WeightUpdate
 
 _SESSION_PREFIX = "md2-ray-"
+_LOCK = "driver.lock"
+_CONNECT_SECONDS = 10.0
 
-
-class RunError(RuntimeError):
-    """A process of the run failed or did not answer. The message names it and the phase."""
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -38,6 +43,7 @@ def ray_session(address: str | None, devices: int, device: str) -> Iterator[None
     if ray.is_initialized():
         raise RunError("Ray is already running in this process; start a run from a process of its own")
     if address is not None:
+        _check_reachable(address)
         _init(address=address)
         try:
             yield
@@ -46,6 +52,8 @@ def ray_session(address: str | None, devices: int, device: str) -> Iterator[None
         return
     _sweep_left_over_sessions()
     session = tempfile.mkdtemp(prefix=f"{_SESSION_PREFIX}{os.getpid()}-", dir="/tmp")
+    lock = (Path(session) / _LOCK).open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
     try:
         _init(
             address="local",
@@ -53,26 +61,50 @@ def ray_session(address: str | None, devices: int, device: str) -> Iterator[None
             num_gpus=devices if device == "cuda" else 0,
             include_dashboard=False,
             _temp_dir=session,
+            _node_ip_address="127.0.0.1",  # Ray would listen on the host's address
         )
         yield
     finally:
         ray.shutdown()
         shutil.rmtree(session, ignore_errors=True)
+        lock.close()
+
+
+def _check_reachable(address: str) -> None:
+    """ConfigError if nobody listens at host:port: Ray itself goes on trying for minutes."""
+    host, _, port = address.rpartition(":")
+    if "://" in address or not host or not port.isdigit():
+        return  # `auto`, or a form that Ray explains
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
+    except OSError as error:
+        raise ConfigError(
+            f"--ray-address {address}: no answer there ({error}); give host:port of a running cluster's head, or leave "
+            "it out to start Ray on this machine"
+        ) from error
 
 
 def _init(**options: Any) -> None:
     """`ray.init`, which would leave a SIGTERM handler of its own that exits at once: the caller's stays."""
     handler = signal.getsignal(signal.SIGTERM)
-    ray.init(log_to_driver=False, configure_logging=False, **options)
-    signal.signal(signal.SIGTERM, handler)
+    try:
+        ray.init(log_to_driver=False, configure_logging=False, **options)
+    except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
+        where = f"join the cluster at --ray-address {options['address']}" if "_temp_dir" not in options else "start Ray"
+        raise RunError(f"cannot {where}: {_summary(str(error)) or repr(error)}") from error
+    finally:
+        signal.signal(signal.SIGTERM, handler)
 
 
 def _sweep_left_over_sessions() -> None:
-    """Remove session directories of drivers that are gone (Ray leaves them behind when its driver is killed)."""
-    for directory in Path("/tmp").glob(f"{_SESSION_PREFIX}*"):
-        pid = directory.name.removeprefix(_SESSION_PREFIX).split("-")[0]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists() and directory.stat().st_uid == os.getuid():
-            shutil.rmtree(directory, ignore_errors=True)
+    """Remove session directories of drivers that are gone (Ray leaves them behind when its driver is killed).
+
+    A living driver holds its session's lock, which no other container or user can fake or take.
+    """
+    for path in Path("/tmp").glob(f"{_SESSION_PREFIX}*/{_LOCK}"):
+        with suppress(OSError), path.open("r") as lock:  # gone meanwhile, another user's, or in use
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path.parent, ignore_errors=True)
 
 
 def wait(refs: Sequence[Any], timeout: float, what: str) -> list[Any]:
@@ -82,19 +114,22 @@ def wait(refs: Sequence[Any], timeout: float, what: str) -> list[Any]:
     except ray.exceptions.GetTimeoutError as error:
         raise RunError(f"{what}: no answer within {timeout:g} s (--phase-timeout, --start-timeout)") from error
     except ray.exceptions.RayTaskError as error:
+        logger.error("%s failed:\n%s", what, error)  # with the worker's traceback
         raise RunError(f"{what}: {_cause(error)}") from error
     except ray.exceptions.RayError as error:
+        logger.error("%s failed:\n%s", what, error)
         raise RunError(f"{what}: {_summary(str(error))}") from error
 
 
-def fetch(update: WeightUpdate) -> dict[str, Tensor]:
+def fetch(update: WeightUpdate, timeout: float) -> dict[str, Tensor]:
     """The tensors of a weight update in this process."""
-    return unpack_tensors(ray.get(update.payload))
+    (arrays,) = wait([update.payload], timeout, f"fetching the {update.version} weights")
+    return unpack_tensors(arrays)
 
 
 def _summary(text: str) -> str:
     """Ray's report in one line; where an actor's constructor failed, the error it failed with is the last one."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
     return lines[-1] if "creation task" in lines[0] else lines[0]
 
 

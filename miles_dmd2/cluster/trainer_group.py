@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,10 +21,20 @@ from miles_dmd2.models.registry import build_adapter
 from miles_dmd2.training.actor import ActorTrainer
 from miles_dmd2.training.batching import wanted_ids
 from miles_dmd2.training.critic import CriticTrainer
-from miles_dmd2.training.distributed import Ranks, init_ranks, join_rendezvous, leave_ranks, open_rendezvous
+from miles_dmd2.training.distributed import Ranks, init_ranks, join_rendezvous, open_rendezvous
 from miles_dmd2.training.optimizer import OptimizerSettings
 from miles_dmd2.training.trainer import TrainerSettings
-from miles_dmd2.types import Chunk, GroupState, Role, RolloutBatch, RolloutSample, TrainResult, WeightKind, WeightUpdate
+from miles_dmd2.types import (
+    Chunk,
+    GroupState,
+    Role,
+    RolloutBatch,
+    RolloutSample,
+    TrainResult,
+    WeightKind,
+    WeightUpdate,
+    WeightVersion,
+)
 
 Windows = list[list[int]]
 
@@ -40,14 +49,14 @@ class TrainerWorker:
 
     def open_rendezvous(self) -> tuple[str, int]:
         """Rank 0: listen where the other ranks can reach this process; returns (host, port)."""
-        host = "127.0.0.1" if self._job.worker.single_node else socket.gethostbyname(socket.gethostname())
-        self._store = open_rendezvous(host, self._job.spec.num_ranks)
+        host = "127.0.0.1" if self._job.worker.single_node else ray.util.get_node_ip_address()
+        self._store = open_rendezvous(host, self._job.spec.num_ranks, self._job.start_timeout)
         return host, self._store.port
 
     def build(self, host: str, port: int, saved: SavedState | None) -> None:
         """Join the group, load networks (and a checkpoint's state), go to sleep."""
         spec = self._job.spec
-        store = self._store or join_rendezvous(host, port, spec.num_ranks)
+        store = self._store or join_rendezvous(host, port, spec.num_ranks, self._job.start_timeout)
         ranks = init_ranks(
             self._rank,
             spec.num_ranks,
@@ -67,10 +76,23 @@ class TrainerWorker:
         self._trainer.sleep()
 
     def train(
-        self, rollout_id: int, windows: Windows, chunks: Sequence[Chunk], external: Sequence[Any]
+        self,
+        rollout_id: int,
+        version: WeightVersion,
+        windows: Windows,
+        chunks: Sequence[Chunk],
+        external: Sequence[Any],
     ) -> tuple[dict[str, float], PackedScores | None]:
-        """Two values (`num_returns`): metrics for the driver, scores for whoever is handed them."""
+        """Two values (`num_returns`): metrics for the driver, scores for whoever is handed them.
+
+        ValueError: samples of another student than `version`, which is what the engines were told to serve.
+        """
         samples = self._fetch(windows, chunks)
+        foreign = {str(sample.weight_version) for sample in samples if sample.weight_version != version}
+        if foreign:
+            raise ValueError(
+                f"rollout {rollout_id} was to be of {version}, samples are of {', '.join(sorted(foreign))}"
+            )
         if isinstance(self._trainer, CriticTrainer):
             metrics, scores = self._trainer.train(rollout_id, windows, samples)
             return metrics, pack_scores(scores)
@@ -87,9 +109,6 @@ class TrainerWorker:
     def save(self, directory: Path) -> GroupState:
         return self._trainer.save(directory)
 
-    def close(self) -> None:
-        leave_ranks()
-
     def _fetch(self, windows: Windows, chunks: Sequence[Chunk]) -> list[RolloutSample]:
         """This rank's samples: only the chunks that hold some of them are fetched."""
         wanted = set(wanted_ids(windows, self._rank, self._job.spec.num_ranks))
@@ -105,7 +124,6 @@ class RayTrainerGroup:
         self._job, self._workers = job, list(workers)
         self._start_timeout, self._timeout = start_timeout, phase_timeout
         self._starting = f"start of the {job.spec.name} group"
-        self._building: list[Any] = []
 
     @classmethod
     def start(
@@ -129,14 +147,10 @@ class RayTrainerGroup:
         return len(self._workers)
 
     def build(self, saved: SavedState | None) -> None:
-        """Introduce the ranks to each other and let them load, without waiting: see `ready`."""
+        """Introduce the ranks to each other and let them load; returns when all are asleep."""
         ((host, port),) = wait([self._workers[0].open_rendezvous.remote()], self._start_timeout, self._starting)
-        self._building = [worker.build.remote(host, port, saved) for worker in self._workers]
-
-    def ready(self) -> None:
-        """Returns when every rank is built and asleep."""
-        wait(self._building, self._start_timeout, self._starting)
-        self._building = []
+        building = [worker.build.remote(host, port, saved) for worker in self._workers]
+        wait(building, self._start_timeout, self._starting)
 
     def wake(self) -> None:
         self._all("wake")
@@ -151,7 +165,8 @@ class RayTrainerGroup:
         handed = [ref for refs in external.values() for ref in refs]
         metrics, scores = [], []
         for worker in self._workers:
-            of_rank, scored = worker.train.options(num_returns=2).remote(batch.rollout_id, ids, chunks, handed)
+            task = worker.train.options(num_returns=2)
+            of_rank, scored = task.remote(batch.rollout_id, batch.weight_version, ids, chunks, handed)
             metrics.append(of_rank)
             scores.append(scored)
         reduced = wait(metrics, self._timeout, f"rollout {batch.rollout_id}, {self.name} training")

@@ -13,7 +13,7 @@ from typing import Any
 from miles_dmd2.config.errors import ConfigError, show
 from miles_dmd2.config.schema import Config
 
-RUN_MARKER = "run.json"  # a run writes it first into its directory
+RUN_MARKER = "run.json"  # a run writes it into its directory when all its processes are up
 MANIFEST = "manifest.json"  # a checkpoint writes it last: with it, the checkpoint is complete
 _STEP = re.compile(r"step_(\d+)")
 _LARGEST_HEADER = 100 * 2**20

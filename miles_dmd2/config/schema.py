@@ -5,6 +5,7 @@ Field names are unique over all sections, because flags and YAML keys are flat. 
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -276,6 +277,12 @@ class Config(BaseModel):
     def num_ranks(self) -> int:
         """Devices that trainers and engines share, over all nodes: the ranks of a trainer unless it has fewer."""
         return self.cluster.actor_num_nodes * self.cluster.actor_num_gpus_per_node
+
+    @property
+    def threads(self) -> int:
+        """torch threads of a worker."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return self.cluster.cpu_threads or max(1, cores // self.cluster.actor_num_gpus_per_node)
 
     @property
     def devices_per_node(self) -> int:

@@ -111,6 +111,7 @@ class LocalEngine(RolloutEngine):
         previous = {name: value.to("cpu", copy=True) for name, value in current.items()}
         try:
             _copy_into(current, tensors)
+            self._check_held(update, tensors, current)
             self._check_probe(update)
         except BaseException as error:  # also when interrupted: never serve a mixture
             _copy_into(current, previous)
@@ -182,6 +183,14 @@ class LocalEngine(RolloutEngine):
         while len(self._prompts) > self._prompt_cache_size:
             self._prompts.popitem(last=False)
         return conds
+
+    def _check_held(self, update: WeightUpdate, sent: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> None:
+        """What the transformer holds after the copy is what was sent, in this engine's dtype, bit for bit."""
+        same_dtype = all(sent[name].dtype == value.dtype for name, value in held.items())
+        cast = {name: sent[name].to(value.dtype) for name, value in held.items()}
+        expected = update.checksum if same_dtype else checksum(cast)
+        if checksum(held) != expected:
+            raise EngineError(f"weights {update.version} refused: the copy that the engine holds differs from them")
 
     def _check_probe(self, update: WeightUpdate) -> None:
         probe = update.probe

@@ -15,8 +15,17 @@ class WandbSink:
             import wandb
         except ImportError as error:
             raise ValueError("--use-wandb needs the wandb package: pip install 'miles-dmd2[wandb]'") from error
+        kept = run_dir / "wandb_id"  # a resumed run goes on in the same wandb run
+        if not kept.exists():
+            kept.write_text(wandb.util.generate_id())
         self._run = wandb.init(
-            project=project, mode=mode, dir=str(run_dir), name=run_dir.name, config=dict(config), resume="allow"
+            project=project,
+            mode=mode,
+            dir=str(run_dir),
+            name=run_dir.name,
+            config=dict(config),
+            id=kept.read_text().strip(),
+            resume="allow",
         )
         self._run.define_metric("rollout")
         self._run.define_metric("*", step_metric="rollout")

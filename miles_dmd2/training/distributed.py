@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -55,9 +56,21 @@ def backend_string() -> str:
 
 
 def open_rendezvous(host: str, world_size: int, timeout_s: float = 180.0) -> dist.TCPStore:
-    """Rank 0 listens on a port that the system chooses (`.port`): tell the other ranks, who `join_rendezvous`."""
-    timeout = timedelta(seconds=timeout_s)
-    return dist.TCPStore(host, 0, world_size, is_master=True, timeout=timeout, wait_for_workers=False)
+    """Rank 0 listens on `host` alone, on a port that the system chooses (`.port`), for the others' `join_rendezvous`.
+
+    The socket is bound here, because TCPStore by itself listens on every interface.
+    """
+    listener = socket.create_server((host, 0), backlog=world_size)
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        host,
+        port,
+        world_size,
+        is_master=True,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def join_rendezvous(host: str, port: int, world_size: int, timeout_s: float = 180.0) -> dist.TCPStore:

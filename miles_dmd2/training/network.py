@@ -37,7 +37,7 @@ class Network:
     ) -> None:
         """Takes the module over. `before_sharding` may add parameters to it."""
         self.role = role
-        self.module = module.to(ranks.device).eval().requires_grad_(trainable)
+        self.module = module.eval().requires_grad_(trainable)  # on the CPU: `shard` moves one unit at a time
         if next(module.parameters()).dtype != master_dtype:
             module.to(master_dtype)
         self.forwards = 0  # samples that went through a forward
@@ -46,9 +46,9 @@ class Network:
             self._freeze_idle(adapter.idle_parameters(module))
         if before_sharding is not None:
             before_sharding(module)
-        own_storage(module)
         self._units = adapter.shard_units(module)
         shard(module, self._units, ranks, forward_dtype=forward_dtype, master_dtype=master_dtype)
+        own_storage(module)
         self.trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: Mapping[str, Tensor]) -> Tensor:

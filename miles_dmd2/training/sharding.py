@@ -27,12 +27,16 @@ def shard(
     forward_dtype: torch.dtype = torch.float32,
     master_dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Shard in place: `units` are gathered one at a time, the rest with the root; gradients reduced in master dtype.
+    """Move to the device and shard in place: `units` are gathered one at a time, the rest with the root.
+
+    A unit is on the device whole only while it is cut, so a model larger than a device can start. Gradients are reduced
+    in master dtype.
 
     Each unit and the root are resharded after forward, so that no full copy outlives a forward without gradient, and
     FSDP casts no inputs: the adapter knows which of them must keep their precision.
     """
     if ranks.world_size == 1 and forward_dtype == master_dtype:
+        module.to(ranks.device)
         return
     # A warning against in-place operations on the output; adapters convert it to fp32 and nobody writes into it.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")

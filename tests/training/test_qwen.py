@@ -26,8 +26,8 @@ def make_samples(adapter: QwenImageAdapter) -> list[RolloutSample]:
 
     def one(i: int) -> RolloutSample:
         shape = adapter.latent_shape
-        x_k, x0 = normal(key_seed(0, "init", 0, i), shape), normal(key_seed(0, "init", 1, i), shape)
-        cond = {"prompt_embeds": normal(key_seed(0, "init", 2, i), (5 + i % 2, width))}
+        x_k, x0 = normal(key_seed(0, "probe", 0, i), shape), normal(key_seed(0, "probe", 1, i), shape)
+        cond = {"prompt_embeds": normal(key_seed(0, "probe", 2, i), (5 + i % 2, width))}
         return RolloutSample(i, "", i, i % 4, torch.tensor(GRID), x_k, x0, cond, WeightVersion(0))
 
     return [one(i) for i in WINDOW]

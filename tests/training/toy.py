@@ -124,7 +124,7 @@ GRID = (1.0, 0.75, 0.5, 0.25, 0.0)
 
 def make_sample(sample_id: int, *, rollout_id: int = 0, step: int = 0) -> RolloutSample:
     """A sample with numbers from its id: not the student's own, which no trainer assumes."""
-    key = key_seed(7, "init", rollout_id, sample_id)
+    key = key_seed(7, "probe", rollout_id, sample_id)
     return RolloutSample(
         sample_id=sample_id,
         prompt=f"prompt {sample_id}",
