@@ -42,7 +42,7 @@ test-fast: setup ## only the tests without Ray that take seconds
 	"$(VENV_PYTHON)" -m pytest -m "not ray and not slow" $(ARGS)
 
 demo: setup ## distil the digits teacher into a few-step student: minutes, on a CPU
-	"$(VENV_PYTHON)" recipes/digits/run.py $(ARGS)
+	"$(VENV_PYTHON)" recipes/digits/run.py --steps 1 $(ARGS)
 
 demo-full: setup ## the whole table of the digits recipe: hours
 	"$(VENV_PYTHON)" recipes/digits/table.py $(ARGS)

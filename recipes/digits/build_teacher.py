@@ -366,7 +366,8 @@ def build(settings: Settings, output: Path, weights: Path | None = None) -> dict
         transformer.requires_grad_(False)
         figures = measure(vae, transformer, judge, digits, tokens, text, settings)
     pipeline.save_pretrained(output, safe_serialization=True)
-    classifier.save(judge, weights or output.parent / classifier.WEIGHTS.name)
+    weights = weights or output.parent / classifier.WEIGHTS.name
+    classifier.save(judge, weights)
     manifest = {
         "settings": asdict(settings),
         "prompt_tokens": kept,
@@ -379,6 +380,7 @@ def build(settings: Settings, output: Path, weights: Path | None = None) -> dict
         },
         "torch": torch.__version__,
         "files": hash_files(output),
+        "classifier": hash_file(weights),
     }
     (output / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
     print(f"built {output} in {time.monotonic() - began:.0f} s")
@@ -419,13 +421,11 @@ def measure(
 def hash_files(folder: Path) -> dict[str, dict[str, Any]]:
     """SHA-256 and size of every file in the folder, but not of the manifest itself."""
     files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != "manifest.json")
-    return {
-        path.relative_to(folder).as_posix(): {
-            "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
-            "size": path.stat().st_size,
-        }
-        for path in files
-    }
+    return {path.relative_to(folder).as_posix(): hash_file(path) for path in files}
+
+
+def hash_file(path: Path) -> dict[str, Any]:
+    return {"sha256": hashlib.sha256(path.read_bytes()).hexdigest(), "size": path.stat().st_size}
 
 
 def main() -> None:

@@ -41,7 +41,7 @@ class Classifier(nn.Module):
 
 
 def train(digits: data.Digits, seed: int = 0, steps: int = 1500, batch: int = 128) -> Classifier:
-    """A few seconds of AdamW with small shifts and noise as augmentation; same seed, same weights."""
+    """A few seconds of AdamW with noise as augmentation; same seed, same weights."""
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -17,6 +17,7 @@ MANIFEST = json.loads((PIPELINE / "manifest.json").read_text())
 
 def test_every_shipped_file_has_the_hash_of_the_manifest_and_all_fit_in_three_megabytes() -> None:
     assert build_teacher.hash_files(PIPELINE) == MANIFEST["files"]
+    assert build_teacher.hash_file(classifier.WEIGHTS) == MANIFEST["classifier"]
     size = sum(entry["size"] for entry in MANIFEST["files"].values()) + classifier.WEIGHTS.stat().st_size
     assert size <= 3_000_000
 
