@@ -118,7 +118,8 @@ def measure(
     columns["teacher_50"] = judge.column(
         "teacher, 50 steps", teacher, grid(TEACHER_STEPS, 1.0), TEACHER_STEPS - 1, seed
     )
-    columns["teacher"] = judge.column(f"teacher, {steps} step{'s' * (steps > 1)}", teacher, grid(steps, 1.0), last, seed)
+    name = f"teacher, {steps} step{'s' * (steps > 1)}"
+    columns["teacher"] = judge.column(name, teacher, grid(steps, 1.0), last, seed)
     start = columns["teacher"]
     if shift != 1.0:
         start = judge.column("at rollout 0", teacher, student_grid, last, seed)
