@@ -85,7 +85,7 @@ def write_table(cells: Sequence[dict[str, Any]], output: Path) -> None:
     for steps in dict.fromkeys(cell["steps"] for cell in cells):
         columns = next(cell for cell in cells if cell["steps"] == steps)["columns"]
         many = [("teacher, 50 steps", columns["teacher_50"])] if len(lines) == 2 else []
-        for name, column in [*many, (f"teacher, {steps} steps", columns["teacher"])]:
+        for name, column in [*many, (f"teacher, {steps} step{'s' * (steps > 1)}", columns["teacher"])]:
             distance = f"{column['fd']:.2f} ± {column['fd_deviation']:.2f}"
             lines.append(f"| {name} | {distance} | {column['accuracy']:.1%} |")
     floor = cells[0]["floor"]
