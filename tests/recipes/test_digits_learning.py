@@ -8,7 +8,7 @@ from recipes.digits.controls import control
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-OPTIONS = ["--num-rollout", "100", "--cpu-threads", "2", "--student-ema-decay", "0.9"]
+OPTIONS = ["--num-rollout", "100", "--student-ema-decay", "0.9"]
 
 
 def test_the_student_improves() -> None:
