@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 
 import pytest
 import torch
@@ -32,6 +33,14 @@ def host_tensors(trainer: Trainer) -> list[torch.Tensor]:
     return [slot.host for slot in trainer.residence._slots.values() if slot.host is not None]
 
 
+def settled(device: FakeDevice, hosts: list[torch.Tensor], seconds: float = 10.0) -> int:
+    """Bytes, once gloo's own thread has let go of the last collective's buffer, which it does a moment after `wait`."""
+    deadline = time.monotonic() + seconds
+    while device.bytes(hosts) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return device.bytes(hosts)
+
+
 def bytes_on_device(ranks: Ranks, setup: Setup) -> dict[str, tuple[int, int, int]]:
     """Per trainer: bytes awake after a rollout, asleep, and in its host buffers."""
     found = {}
@@ -42,7 +51,7 @@ def bytes_on_device(ranks: Ranks, setup: Setup) -> dict[str, tuple[int, int, int
         critic.sleep()
         actor.sleep()
         hosts = host_tensors(critic) + host_tensors(actor)
-        asleep = device.bytes(hosts)
+        asleep = settled(device, hosts)
         for name, trainer in (("critic", critic), ("actor", actor)):
             trainer.wake()
             awake = device.bytes(hosts)
