@@ -37,6 +37,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLFo
 
 from miles_dmd2.algo import add_noise, critic_loss, rollout, shift_sigma, sigma_grid
 from miles_dmd2.models.planar import planar_convolutions
+from miles_dmd2.models.qwen_image import pack, unpack
 from recipes.digits import classifier, data
 
 SPECIAL_TOKENS = (
@@ -54,6 +55,7 @@ TEMPLATE_WORDS = (
     "relationships of objects and background You are a helpful digit"
 )
 TEXT_WIDTH = 32
+TOKEN_ROWS = data.IMAGE_SIZE // 16  # the VAE compresses 8x, a token is 2x2 latent pixels
 
 
 @dataclass(frozen=True)
@@ -230,19 +232,6 @@ def measure_latents(vae: AutoencoderKLQwenImage, digits: data.Digits) -> Tensor:
     return latents
 
 
-def pack(latents: Tensor) -> Tensor:
-    """``[n, c, h, w]`` -> Qwen-Image's tokens ``[n, h/2 * w/2, 4c]``."""
-    n, c, h, w = latents.shape
-    return latents.view(n, c, h // 2, 2, w // 2, 2).permute(0, 2, 4, 1, 3, 5).reshape(n, h * w // 4, c * 4)
-
-
-def unpack(tokens: Tensor, side: int = data.IMAGE_SIZE // 8) -> Tensor:
-    """The inverse of ``pack`` for square pictures."""
-    n, _, width = tokens.shape
-    grid = tokens.view(n, side // 2, side // 2, width // 4, 2, 2).permute(0, 3, 1, 4, 2, 5)
-    return grid.reshape(n, width // 4, side, side)
-
-
 def normalise(vae: AutoencoderKLQwenImage, latents: Tensor) -> Tensor:
     mean, deviation = (torch.tensor(v).view(1, -1, 1, 1) for v in (vae.config.latents_mean, vae.config.latents_std))
     return (latents - mean) / deviation
@@ -256,8 +245,8 @@ def denormalise(vae: AutoencoderKLQwenImage, latents: Tensor) -> Tensor:
 @torch.no_grad()
 def to_pictures(vae: AutoencoderKLQwenImage, tokens: Tensor) -> Tensor:
     """Packed normalised latents -> pictures in [-1, 1]."""
-    parts = [decode(vae, denormalise(vae, unpack(part))).clamp(-1, 1) for part in tokens.split(128)]
-    return torch.cat(parts)
+    latents = denormalise(vae, unpack(tokens, TOKEN_ROWS, TOKEN_ROWS))
+    return torch.cat([decode(vae, part).clamp(-1, 1) for part in latents.split(128)])
 
 
 # -- teacher ----------------------------------------------------------------------------------------------
