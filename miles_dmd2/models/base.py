@@ -16,6 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from miles_dmd2.models.serving import ServingFormat
 from miles_dmd2.types import Conditioning
 
 
@@ -51,6 +52,11 @@ class ModelAdapter(ABC):
     @abstractmethod
     def latent_shape(self) -> tuple[int, ...]:
         """Shape of one sample's latent as trainer and engine pass it around (packed, if the family packs)."""
+
+    @property
+    def serving(self) -> ServingFormat:
+        """This family on an SGLang server. ValueError, unless it has been brought up there."""
+        raise ValueError(f"{self.family} cannot be served by SGLang yet: use --rollout-engine local")
 
     @abstractmethod
     def initial_noise(self, seed: int) -> Tensor:

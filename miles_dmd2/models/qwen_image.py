@@ -23,6 +23,7 @@ from miles_dmd2.models.checkpoint import FLAG, positive_int, read_config
 from miles_dmd2.models.export import static_shift_scheduler, write_pipeline
 from miles_dmd2.models.offload import own_storage
 from miles_dmd2.models.planar import decode_frame
+from miles_dmd2.models.qwen_image_serving import EMBEDS, QwenImageServing
 from miles_dmd2.types import Conditioning
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ PATCH = 2  # the pipeline packs 2x2 latent pixels into a token
 MAX_TOKENS = 512  # of a prompt: QwenImagePipeline.__call__'s own default
 DEFAULT_SAMPLE_SIZE = 128  # QwenImagePipeline.default_sample_size, in latent pixels
 PROBE_TOKENS = 8
-EMBEDS, MASK = "prompt_embeds", "prompt_embeds_mask"
+MASK = "prompt_embeds_mask"
 
 # In the last block nobody reads the text stream after attention: these get no gradient at all, or exactly zero. (Two
 # thirds of its txt_mod.1 are idle as well, but a parameter is listed whole or not at all.)
@@ -83,6 +84,10 @@ class QwenImageAdapter(ModelAdapter):
     @property
     def latent_shape(self) -> tuple[int, ...]:
         return (self._grid[0] * self._grid[1], self._in_channels)
+
+    @property
+    def serving(self) -> QwenImageServing:
+        return QwenImageServing(self.height, self.width, self.latent_shape, self._text_dim)
 
     def initial_noise(self, seed: int) -> Tensor:
         """As `QwenImagePipeline.prepare_latents` and SGLang draw it: `[1, 1, C, h, w]`, then packed."""
