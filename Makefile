@@ -3,7 +3,8 @@
 #   PYTHON=python3.12     the Python that makes .venv (3.11 to 3.14; default python3)
 #   TORCH_INDEX=URL       where torch alone comes from; default: wherever pip is told to look. On Linux PyPI's torch is
 #                         the CUDA build, gigabytes; https://download.pytorch.org/whl/cpu has the small CPU build
-#   ARGS="..."            further arguments for demo, demo-full, test and test-fast
+#   ARGS="..."            further arguments for demo, demo-full, test, test-fast and test-sglang
+#   MILES_DMD2_CACHE=DIR  where setup-sglang keeps SGLang's environment (default ~/.cache/miles_dmd2)
 
 PYTHON ?= python3
 TORCH_INDEX ?=
@@ -17,10 +18,10 @@ unexport PYTHONPATH
 unexport PYTHONHOME
 unexport VIRTUAL_ENV
 
-.PHONY: help setup lint pytest test test-fast demo demo-full clean distclean
+.PHONY: help setup lint pytest test test-fast setup-sglang test-sglang demo demo-full clean distclean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
 setup: ## make .venv from requirements/lock.txt; does nothing when it is up to date
 	@command -v "$(PYTHON)" > /dev/null 2>&1 || { \
@@ -40,6 +41,13 @@ test: lint pytest ## lint, then every test
 
 test-fast: setup ## only the tests without Ray that take seconds
 	"$(VENV_PYTHON)" -m pytest -m "not ray and not slow" $(ARGS)
+
+setup-sglang: setup ## make SGLang's own environment, once for all checkouts: 7 GB under ~/.cache/miles_dmd2
+	@"$(VENV_PYTHON)" scripts/setup_sglang.py
+
+test-sglang: setup ## the tests against a real SGLang server; makes its environment first
+	@engine="$$("$(VENV_PYTHON)" scripts/setup_sglang.py)" && \
+	  MILES_DMD2_SGLANG_PYTHON="$$engine" "$(VENV_PYTHON)" -m pytest tests/sglang $(ARGS)
 
 demo: setup ## distil the digits teacher into a few-step student: minutes, on a CPU
 	"$(VENV_PYTHON)" recipes/digits/run.py --steps 1 $(ARGS)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from miles_dmd2.checkpointing import CheckpointError, IntervalCheckpoints, Manifest, package_versions, read_manifest
 from miles_dmd2.config import (
@@ -39,6 +39,9 @@ from miles_dmd2.sinks.console import ConsoleSink
 from miles_dmd2.sinks.jsonl import JsonlSink
 from miles_dmd2.sinks.summary import summary
 from miles_dmd2.sinks.wandb import WandbSink
+
+if TYPE_CHECKING:
+    from miles_dmd2.models.base import ModelAdapter
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
@@ -81,7 +84,9 @@ def check(config: Config, trainers: Sequence[TrainerSpec]) -> Manifest | None:
     checks.check_packages(config)
     if config.cluster.ray_address is None:
         checks.check_devices(config, len(os.sched_getaffinity(0)), _cuda_devices(config))
-    _check_canvas(config)
+    adapter = _check_canvas(config)
+    if config.rollout.rollout_engine == "sglang":
+        _check_sglang(config, adapter)
     if config.run.load is None:
         return None
     manifest = read_manifest(checks.find_checkpoint(config.run.load))
@@ -258,16 +263,37 @@ def _cuda_devices(config: Config) -> int:
     return torch.cuda.device_count()
 
 
-def _check_canvas(config: Config) -> None:
-    """The model family can make pictures of this size."""
+def _check_canvas(config: Config) -> ModelAdapter:
+    """The model family can make pictures of this size; returns its adapter."""
     from miles_dmd2.models.registry import build_adapter
 
     try:
-        build_adapter(config.model.hf_checkpoint, config.model.diffusion_height, config.model.diffusion_width)
+        return build_adapter(config.model.hf_checkpoint, config.model.diffusion_height, config.model.diffusion_width)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     except (TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"--hf-checkpoint {config.model.hf_checkpoint}: malformed config.json: {error!r}") from error
+
+
+def _check_sglang(config: Config, adapter: ModelAdapter) -> None:
+    """SGLang can serve this family, and is where --sglang-python says, in a version and with flags that will do."""
+    from miles_dmd2.engines.sglang_flags import check_flags
+    from miles_dmd2.engines.sglang_python import check_version
+
+    try:
+        _ = adapter.serving
+    except ValueError as error:
+        raise ConfigError(f"--rollout-engine sglang: {error}") from error
+    own = config.sglang
+    if own.sglang_weight_directory is not None:
+        checks.check_writable(own.sglang_weight_directory, "--sglang-weight-directory")
+    if own.sglang_python is None:
+        return
+    try:
+        check_version(own.sglang_python, own.sglang_allow_untested_version)
+        check_flags(own.sglang_python, own.sglang_args)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _step(directory: Path) -> int:

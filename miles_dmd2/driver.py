@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
-from miles_dmd2.observability import PhaseClock, Sink
+from miles_dmd2.observability import PhaseClock, Sink, logger
 from miles_dmd2.types import (
     Engines,
     RolloutBatch,
@@ -51,15 +51,17 @@ def train(
 
     Everyone arrives asleep. At most one of engines and groups is awake at any time; the engines serve verified
     weights before the first sample; a group sleeps right after its own train step; what a group hands over reaches
-    every later group (DMD2, arXiv 2405.14867, algorithm 1, with the roles in processes of their own).
+    every later group (DMD2, arXiv 2405.14867, algorithm 1, with the roles in processes of their own). When the engines
+    fail the groups are asleep between two rollouts: what is done so far becomes a checkpoint before the error goes on.
     """
     clock = PhaseClock(sink)
     with ExitStack() as stack:
         for part in (sink.close, engines.dispose, *(group.dispose for group in groups)):
             stack.callback(part)
         weights = _export(groups, clock, rollouts.start)
+        saved = True  # the state at the start is that of the checkpoint which the run continues, or nothing
         for rollout_id in rollouts:
-            with awake(engines):
+            with _kept(None if saved else rollout_id, checkpoints, groups), awake(engines):
                 metrics = _sync(engines, weights, clock, rollout_id)
                 if evaluation.due(rollout_id):
                     metrics |= _evaluate(evaluation, engines, weights, clock, rollout_id)
@@ -75,7 +77,8 @@ def train(
                 external[group.name] = result.external
                 metrics |= _prefixed(group.name, result)
             completed = rollout_id + 1
-            if checkpoints.due(completed):
+            saved = checkpoints.due(completed)
+            if saved:
                 with clock(rollout_id, "save"):
                     checkpoints(completed, groups)
             sink.metrics(rollout_id, metrics | clock.take())
@@ -100,6 +103,24 @@ class awake:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self._member.sleep()
+
+
+@contextmanager
+def _kept(completed: int | None, checkpoints: Checkpoints, groups: Sequence[TrainerGroup]) -> Iterator[None]:
+    """Save the state after `completed` rollouts (None: there is nothing to save) if the block fails.
+
+    A save that fails as well is logged: the block's error is the one to tell. Not for an interrupt, which cannot wait.
+    """
+    try:
+        yield
+    except Exception as error:
+        if completed is not None:
+            logger.warning("the engines failed (%s): saving the %d rollouts done", error, completed)
+            try:
+                checkpoints(completed, groups)
+            except Exception:
+                logger.exception("the checkpoint after %d rollouts failed as well", completed)
+        raise
 
 
 def _export(groups: Sequence[TrainerGroup], clock: PhaseClock, rollout_id: int) -> Weights:

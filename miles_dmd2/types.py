@@ -165,7 +165,8 @@ class Engines(Protocol):
         """Generate with decoded media, keep pictures in the run directory, return the eval metric's figures."""
 
     def metrics(self) -> Mapping[str, float]:
-        """Counts since the last call: `samples`, and student `forwards` per sample."""
+        """Counts since the last call: `samples`, student `forwards` per sample, and of engines that can fail by
+        themselves `faults` (failed attempts), `retries`, `restarts` and engines `dropped` for good (evals' too)."""
 
     def dispose(self) -> None: ...
 

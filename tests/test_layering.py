@@ -41,6 +41,7 @@ INSIDE: dict[str, set[str]] = {
     "cli": DOWN_TO_4,
     "train_diffusion": DOWN_TO_4 | {"cli"},
     "recipes": DOWN_TO_4 | {"cli", "train_diffusion"},
+    "benchmarks": DOWN_TO_4 | {"cli", "train_diffusion"},
 }
 
 # What of others: these packages import the standard library and no more than this. The rest import what they need,
@@ -114,7 +115,12 @@ def violations(module: str, source: str, modules: set[str]) -> list[str]:
 
 def project() -> dict[str, str]:
     """Dotted name -> source of every module of the project, tests and scripts aside."""
-    files = [*ROOT.glob(f"{TOP}/**/*.py"), *ROOT.glob("recipes/**/*.py"), *ROOT.glob("train_diffusion.py")]
+    files = [
+        *ROOT.glob(f"{TOP}/**/*.py"),
+        *ROOT.glob("recipes/**/*.py"),
+        *ROOT.glob("benchmarks/*.py"),
+        *ROOT.glob("train_diffusion.py"),
+    ]
     return {
         ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file.read_text()
         for file in files

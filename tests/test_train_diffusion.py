@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -100,7 +101,20 @@ CASES = {
     "no checkpoint": (changed(load="/nowhere"), ["--load /nowhere", "no such directory"]),
     "canvas": (changed(diffusion_height=33), ["--diffusion-height 33", "32"]),
     "not yet: sde": (changed(dmd2_student_sample_type="sde"), ["sde", "not available"]),
-    "not yet: sglang": (changed(rollout_engine="sglang"), ["sglang", "not available"]),
+    "sglang without a Python": (changed(rollout_engine="sglang"), ["--sglang-python is required"]),
+    "sglang's Python": (
+        changed(rollout_engine="sglang", sglang_python="/nowhere/python"),
+        ["--sglang-python /nowhere/python", "no such file"],
+    ),
+    "a Python without sglang": (
+        changed(rollout_engine="sglang", sglang_python=sys.executable),
+        [f"--sglang-python {sys.executable}", "has no SGLang"],
+    ),
+    "weight directory": (
+        changed(rollout_engine="sglang", sglang_python=sys.executable, sglang_weight_directory="/proc/version/x"),
+        ["--sglang-weight-directory /proc/version/x", "is a file"],
+    ),
+    "sglang's flags beside local": (changed(sglang_log_level="info"), ["--sglang-log-level", "--rollout-engine"]),
 }
 
 
@@ -119,6 +133,32 @@ def test_one_line_names_the_value_and_the_remedy(
     for word in words:
         assert word in captured.err
     assert not (tmp_path / "run").exists()
+
+
+def test_flags_for_the_server_are_checked_in_its_own_environment(
+    arguments: Arguments, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr("miles_dmd2.engines.sglang_python.check_version", lambda *given: asked.append(given))
+    monkeypatch.setattr("miles_dmd2.engines.sglang_flags.known_flags", lambda python: frozenset({"log-level"}))
+    flags = ("--rollout-engine", "sglang", "--sglang-python", "engine/python", "--sglang-allow-untested-version")
+    assert start(arguments, "--dry-run", *flags, "--sglang-log-level", "info") == 0
+    assert asked == [(Path("engine/python"), True)]
+    assert "--log-level" in capsys.readouterr().out
+    assert start(arguments, "--dry-run", *flags, "--sglang-log-levels", "info") == 2
+    assert "error: --sglang-log-levels: neither" in capsys.readouterr().err
+
+
+def test_a_family_that_sglang_cannot_serve_is_told(
+    arguments: Arguments, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from miles_dmd2.models.base import ModelAdapter
+    from miles_dmd2.models.qwen_image import QwenImageAdapter
+
+    monkeypatch.setattr(QwenImageAdapter, "serving", ModelAdapter.serving)
+    url = ("--rollout-engine", "sglang", "--rollout-engine-url", "http://127.0.0.1:1")
+    assert start(arguments, "--dry-run", *url) == 2
+    assert "error: --rollout-engine sglang: qwen_image cannot be served" in capsys.readouterr().err
 
 
 def test_sigma_range_outside_zero_and_one(arguments: Arguments, capsys: pytest.CaptureFixture[str]) -> None:

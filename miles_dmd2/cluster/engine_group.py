@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,32 +11,35 @@ import ray
 from miles_dmd2.cluster.placement import Placement
 from miles_dmd2.cluster.process import dtype_of, load_function, set_up
 from miles_dmd2.cluster.runtime import wait
+from miles_dmd2.cluster.server_worker import RemoteServer
 from miles_dmd2.cluster.settings import EngineSettings
 from miles_dmd2.cluster.wire import Array, PackedSamples, pack_samples, unpack_samples, unpack_tensors
+from miles_dmd2.engines.base import RolloutEngine
 from miles_dmd2.engines.local import LocalEngine
+from miles_dmd2.engines.sglang import SGLangEngine
+from miles_dmd2.engines.sglang_server import ExternalServer, Server
 from miles_dmd2.media.gallery import save_eval_media
+from miles_dmd2.models.base import ModelAdapter
 from miles_dmd2.observability import RunError
 from miles_dmd2.types import Chunk, RolloutRequest, WeightKind, WeightUpdate
+
+_CLOSE_SECONDS = 5.0  # for a client to remove what it wrote; the next run removes what one that is killed leaves
 
 
 class EngineWorker:
     """A shell around one engine: packs what leaves the process, holds no logic of its own."""
 
-    def __init__(self, index: int, settings: EngineSettings) -> None:
+    def __init__(self, index: int, settings: EngineSettings, server_workers: Sequence[Any] = ()) -> None:
+        self._server_workers = server_workers
         self._adapter = set_up(f"engine_{index}", settings.worker)
         self._settings = settings
         self._metrics = load_function(settings.eval_metrics) if settings.eval_metrics else None
         self._reported_forwards = 0
+        self._reported_faults: Counter[str] = Counter()
 
     def build(self) -> None:
-        """Load, go to sleep."""
-        worker = self._settings.worker
-        self._engine = LocalEngine(
-            self._adapter,
-            device=worker.device,
-            dtype=dtype_of(worker.forward_dtype),
-            batch_size=self._settings.batch_size,
-        )
+        """Load (or meet the servers, which are up), go to sleep."""
+        self._engine = build_engine(self._settings, self._adapter, self._server_workers)
         self._engine.sleep()
 
     def wake(self) -> None:
@@ -73,24 +77,62 @@ class EngineWorker:
         new, self._reported_forwards = total - self._reported_forwards, total
         return new
 
+    def new_faults(self) -> dict[str, int]:
+        """See `SGLangEngine.faults`; nothing for an engine that has no servers."""
+        if not isinstance(self._engine, SGLangEngine):
+            return {}
+        total = Counter(self._engine.faults)
+        new = {name: count - self._reported_faults[name] for name, count in total.items()}
+        self._reported_faults = total
+        return new
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+def build_engine(settings: EngineSettings, adapter: ModelAdapter, server_workers: Sequence[Any]) -> RolloutEngine:
+    """The engine that `settings` ask for, awake. server_workers: actors whose servers are up, for SGLang."""
+    worker = settings.worker
+    if settings.client is None or settings.servers is None:
+        dtype = dtype_of(worker.forward_dtype)
+        return LocalEngine(adapter, device=worker.device, dtype=dtype, batch_size=settings.batch_size)
+    servers: list[Server] = [ExternalServer(url) for url in settings.servers.urls]
+    servers += [RemoteServer(actor, settings.servers.start_timeout) for actor in server_workers]
+    return SGLangEngine(adapter, servers, settings.client)
+
 
 class RayEngineGroup:
-    """`types.Engines` over engine actors; every request goes to one engine, contiguous shares of each window."""
+    """`types.Engines` over engine actors; every request goes to one engine, contiguous shares of each window.
 
-    def __init__(self, actors: Sequence[Any], start_timeout: float, phase_timeout: float) -> None:
+    With SGLang there is one actor: the client of all servers, which shares the requests among them itself.
+    """
+
+    def __init__(
+        self, actors: Sequence[Any], start_timeout: float, phase_timeout: float, *, close_timeout: float = 0.0
+    ) -> None:
+        """close_timeout: seconds to end by themselves; 0: they have nothing to end."""
         self._actors = list(actors)
+        self._close_timeout = close_timeout
         self._start_timeout = start_timeout
         self._timeout = phase_timeout
         self._samples = 0
 
     @classmethod
     def start(
-        cls, count: int, settings: EngineSettings, placement: Placement, start_timeout: float, phase_timeout: float
+        cls,
+        count: int,
+        settings: EngineSettings,
+        placement: Placement,
+        start_timeout: float,
+        phase_timeout: float,
+        server_workers: Sequence[Any] = (),
     ) -> RayEngineGroup:
         """Start engine i on the device of rank i, without waiting: see `build`."""
         worker = ray.remote(EngineWorker)
-        actors = [worker.options(**placement.options(i)).remote(i, settings) for i in range(count)]
-        return cls(actors, start_timeout, phase_timeout)
+        clients = count if settings.servers is None else 1
+        actors = [worker.options(**placement.options(i)).remote(i, settings, server_workers) for i in range(clients)]
+        close_timeout = 0.0 if settings.servers is None else _CLOSE_SECONDS
+        return cls(actors, start_timeout, phase_timeout, close_timeout=close_timeout)
 
     def build(self) -> None:
         """Let the engines load; returns when all are asleep."""
@@ -141,9 +183,16 @@ class RayEngineGroup:
 
     def metrics(self) -> Mapping[str, float]:
         samples, self._samples = self._samples, 0
-        return {"samples": float(samples), "forwards": float(sum(self._all("new_forwards")))}
+        faults: Counter[str] = Counter()
+        for of_engine in self._all("new_faults"):
+            faults.update(of_engine)
+        counts = {"samples": samples, "forwards": sum(self._all("new_forwards")), **faults}
+        return {name: float(count) for name, count in counts.items()}
 
     def dispose(self) -> None:
+        if self._actors and self._close_timeout:
+            closing = [actor.close.remote() for actor in self._actors]
+            ray.wait(closing, num_returns=len(closing), timeout=self._close_timeout)
         for actor in self._actors:
             ray.kill(actor)
         self._actors = []

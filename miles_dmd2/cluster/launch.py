@@ -12,9 +12,11 @@ from miles_dmd2.checkpointing import CheckpointError, Manifest
 from miles_dmd2.cluster.engine_group import RayEngineGroup
 from miles_dmd2.cluster.placement import place
 from miles_dmd2.cluster.runtime import ray_session
-from miles_dmd2.cluster.settings import EngineSettings, SavedState, TrainerJob, WorkerSettings
+from miles_dmd2.cluster.server_worker import ServerGroup
+from miles_dmd2.cluster.settings import EngineSettings, SavedState, ServerSettings, TrainerJob, WorkerSettings
 from miles_dmd2.cluster.trainer_group import RayTrainerGroup
 from miles_dmd2.config import Config, TrainerSpec
+from miles_dmd2.engines.sglang_client import SGLangSettings
 
 
 @contextmanager
@@ -29,20 +31,22 @@ def launch(
     worker = worker_settings(config)
     with ray_session(cluster.ray_address, config.devices_per_node, cluster.device):
         placement = place(
-            cluster.actor_num_nodes, cluster.actor_num_gpus_per_node, cluster.device, cluster.start_timeout
+            cluster.actor_num_nodes, cluster.actor_num_gpus_per_node, cluster.device, config.start_timeout
         )
-        timeouts = (cluster.start_timeout, cluster.phase_timeout)
+        timeouts = (config.start_timeout, cluster.phase_timeout)
         with ExitStack() as stack:
             stack.callback(placement.release)
-            engines = RayEngineGroup.start(
-                config.rollout.rollout_num_engines, engine_settings(config, worker), placement, *timeouts
-            )
+            settings = engine_settings(config, worker)
+            servers = ServerGroup.start(config.num_engines, settings, placement)
+            stack.callback(servers.dispose)
+            engines = RayEngineGroup.start(config.num_engines, settings, placement, *timeouts, servers.workers)
             stack.callback(engines.dispose)
             groups: list[RayTrainerGroup] = []
             for spec in trainers:
                 group = RayTrainerGroup.start(trainer_job(config, spec, worker), placement, *timeouts)
                 stack.callback(group.dispose)
                 groups.append(group)
+            servers.build()
             engines.build()  # one after the other, each asleep before the next: they share a device
             for group in groups:
                 group.build(saved_state(manifest, group))
@@ -65,11 +69,42 @@ def worker_settings(config: Config) -> WorkerSettings:
 
 
 def engine_settings(config: Config, worker: WorkerSettings) -> EngineSettings:
+    sglang = config.rollout.rollout_engine == "sglang"
     return EngineSettings(
         worker=worker,
         batch_size=config.rollout.rollout_engine_batch_size,
         eval_metrics=_absolute(config.evaluation.eval_metrics_path),
         media_directory=(config.run.run_dir / "eval").resolve(),
+        client=client_settings(config) if sglang else None,
+        servers=server_settings(config) if sglang else None,
+    )
+
+
+def client_settings(config: Config) -> SGLangSettings:
+    own = config.sglang
+    directory = own.sglang_weight_directory
+    return SGLangSettings(
+        max_in_flight=own.engine_max_in_flight,
+        request_timeout=own.engine_request_timeout,
+        attempts=own.engine_attempts,
+        max_restarts=own.engine_max_restarts,
+        weight_sync=own.sglang_weight_sync,
+        weight_directory=None if directory is None else directory.absolute(),
+        verify_every=own.verify_weights_every,
+        require_plugin=own.require_engine_plugin,
+        allow_untested_version=own.sglang_allow_untested_version,
+        forward_dtype=config.model.forward_dtype,
+    )
+
+
+def server_settings(config: Config) -> ServerSettings:
+    own, cluster = config.sglang, config.cluster
+    return ServerSettings(
+        urls=own.rollout_engine_url,
+        python=None if own.sglang_python is None else own.sglang_python.absolute(),  # not resolved: a link in a venv
+        arguments=own.sglang_args,
+        start_timeout=config.start_timeout,
+        beside_client=cluster.actor_num_gpus_per_node,
     )
 
 
@@ -94,7 +129,8 @@ def trainer_job(config: Config, spec: TrainerSpec, worker: WorkerSettings) -> Tr
         score_shift=config.score_shift,
         student_ema_decay=algorithm.student_ema_decay,
         max_skipped_steps=config.run.max_skipped_steps,
-        start_timeout=config.cluster.start_timeout,
+        max_x0_drift=config.max_x0_drift,
+        start_timeout=config.start_timeout,
         collective_timeout=config.cluster.phase_timeout,
     )
 

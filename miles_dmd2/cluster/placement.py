@@ -14,7 +14,7 @@ from miles_dmd2.config import ConfigError
 from miles_dmd2.observability import RunError
 
 # Colocated roles share a device; each declares this part of it. Ray only counts: who computes is settled by sleep and
-# wake. An eighth leaves room for an engine and six trainer groups.
+# wake. An eighth leaves room for an engine, its server and six trainer groups.
 SHARE = 0.125
 
 

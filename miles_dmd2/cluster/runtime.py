@@ -29,6 +29,7 @@ from miles_dmd2.types import WeightUpdate
 _SESSION_PREFIX = "md2-ray-"
 _LOCK = "driver.lock"
 _CONNECT_SECONDS = 10.0
+_LONGEST_LINE = 1000  # characters of an error on the terminal; all of it is in the log
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ def _init(**options: Any) -> None:
         ray.init(log_to_driver=False, configure_logging=False, **options)
     except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
         where = f"join the cluster at --ray-address {options['address']}" if "_temp_dir" not in options else "start Ray"
-        raise RunError(f"cannot {where}: {_summary(str(error)) or repr(error)}") from error
+        raise RunError(f"cannot {where}: {summary_of(str(error)) or repr(error)}") from error
     finally:
         signal.signal(signal.SIGTERM, handler)
 
@@ -119,7 +120,7 @@ def wait(refs: Sequence[Any], timeout: float, what: str) -> list[Any]:
         raise RunError(f"{what}: {_cause(error)}") from error
     except ray.exceptions.RayError as error:
         logger.error("%s failed:\n%s", what, error)
-        raise RunError(f"{what}: {_summary(str(error))}") from error
+        raise RunError(f"{what}: {summary_of(str(error))}") from error
 
 
 def fetch(update: WeightUpdate, timeout: float) -> dict[str, Tensor]:
@@ -128,12 +129,17 @@ def fetch(update: WeightUpdate, timeout: float) -> dict[str, Tensor]:
     return unpack_tensors(arrays)
 
 
-def _summary(text: str) -> str:
-    """Ray's report in one line; where an actor's constructor failed, the error it failed with is the last one."""
+def summary_of(text: str) -> str:
+    """Ray's own report in one line; where an actor's constructor failed, the error it failed with is the last one."""
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
     return lines[-1] if "creation task" in lines[0] else lines[0]
 
 
 def _cause(error: ray.exceptions.RayTaskError) -> str:
     cause = error.cause
-    return f"{type(cause).__name__}: {cause}" if cause is not None else str(error)
+    text = f"{type(cause).__name__}: {cause}" if cause is not None else str(error)
+    lines = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
+    if len(lines) > 3:  # an engine's error carries the end of its server's log
+        lines = [*lines[:2], "...", lines[-1]]
+    line = " ".join(lines)
+    return line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]}..."

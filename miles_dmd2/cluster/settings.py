@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from miles_dmd2.config import TrainerSpec
+from miles_dmd2.engines.sglang_client import SGLangSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +31,33 @@ class WorkerSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """The SGLang servers of a run: where they run already (`urls`), or how each engine's own one is started.
+
+    `python`: of the environment that has SGLang, None with `urls`. `arguments`: the user's flags for the server.
+    `beside_client`: so many of them, the first ones, are on the node of the client and listen on its loopback alone.
+    """
+
+    urls: tuple[str, ...]
+    python: Path | None
+    arguments: tuple[str, ...]
+    start_timeout: float
+    beside_client: int
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """`eval_metrics`: module:function or file.py:function, None for none. `media_directory`: eval pictures."""
+    """`eval_metrics`: module:function or file.py:function, None for none. `media_directory`: eval pictures.
+
+    `batch_size`: of the local engine; `client` and `servers`: of the SGLang engine, None for the local one.
+    """
 
     worker: WorkerSettings
     batch_size: int
     eval_metrics: str | None
     media_directory: Path
+    client: SGLangSettings | None = None
+    servers: ServerSettings | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +77,7 @@ class TrainerJob:
     score_shift: float
     student_ema_decay: float
     max_skipped_steps: int
+    max_x0_drift: float
     start_timeout: float
     collective_timeout: float
 

@@ -219,7 +219,14 @@ def _settings(job: TrainerJob) -> TrainerSettings:
 def build_trainer(job: TrainerJob, adapter: ModelAdapter, ranks: Ranks) -> CriticTrainer | ActorTrainer:
     """This rank's trainer with its networks loaded, awake."""
     if job.spec.role == "actor":
-        return ActorTrainer(_settings(job), adapter, _start(job, adapter), ranks, ema_decay=job.student_ema_decay)
+        return ActorTrainer(
+            _settings(job),
+            adapter,
+            _start(job, adapter),
+            ranks,
+            ema_decay=job.student_ema_decay,
+            max_x0_drift=job.max_x0_drift,
+        )
     return CriticTrainer(
         _settings(job),
         adapter,

@@ -64,7 +64,7 @@ def check_run_dir(config: Config) -> None:
     """The run's directories can be written, and hold no other run than the one that --load continues."""
     run_dir, save, load = config.run.run_dir, config.save_dir, config.run.load
     for flag, path in (("--run-dir", run_dir), ("--save", save)):
-        _check_writable(path, flag)
+        check_writable(path, flag)
     source = None if load is None else find_checkpoint(load)
     continues_save = source is not None and _is_inside(source, save)
     continues_run = continues_save or (source is not None and _is_inside(source, run_dir))
@@ -82,6 +82,18 @@ def check_run_dir(config: Config) -> None:
             f"--save {show(save)}: holds checkpoints of another run ({held}); give a new directory, or --load "
             f"{show(save)} to continue that run"
         )
+
+
+def check_writable(path: Path, flag: str) -> None:
+    """`path` is a directory that can be written to, or can be made."""
+    there = path.absolute()
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    if not there.is_dir():
+        what = "is a file" if there == path.absolute() else f"cannot be made, {show(there)} is a file"
+        raise ConfigError(f"{flag} {show(path)}: {what}; give a directory")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"{flag} {show(path)}: {show(there)} is not writable; give another directory")
 
 
 def check_devices(config: Config, cpu_count: int, cuda_count: int) -> None:
@@ -201,14 +213,3 @@ def _steps(directory: Path) -> Iterator[tuple[int, Path]]:
 
 def _is_inside(path: Path, directory: Path) -> bool:
     return path.resolve().is_relative_to(directory.resolve())
-
-
-def _check_writable(path: Path, flag: str) -> None:
-    there = path.absolute()
-    while not there.exists() and there != there.parent:
-        there = there.parent
-    if not there.is_dir():
-        what = "is a file" if there == path.absolute() else f"cannot be made, {show(there)} is a file"
-        raise ConfigError(f"{flag} {show(path)}: {what}; give a directory")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(f"{flag} {show(path)}: {show(there)} is not writable; give another directory")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,11 +13,13 @@ from typing import Any, NoReturn
 from miles_dmd2.config.errors import ConfigError, nearest, show
 from miles_dmd2.config.options import OPTIONS, Option, build_config, flag_of
 from miles_dmd2.config.schema import Config
+from miles_dmd2.config.sglang import check_name, mapping_of, normal_name
 from miles_dmd2.config.trainers import TrainerSpec, read_trainer_entries, resolve_trainers
 from miles_dmd2.config.yaml_input import read_yaml
 
 _PROGRAM = "train_diffusion.py"
 _CONFIG_WHAT = "a YAML mapping of options, for example `num-rollout: 100`"
+_LIKE_OURS = 0.8  # a `--sglang-` flag that looks so much like one of ours was meant to be it
 _PLAN_KEY = "plan"  # what --dry-run prints beside the options; derived, so not read back
 
 
@@ -31,7 +34,8 @@ class ParsedRun:
 
 def parse(argv: Sequence[str]) -> ParsedRun:
     """Flags over --config over defaults. ConfigError: bad input, in one line. SystemExit(0): --help, printed."""
-    given = _read_flags(argv)
+    ours, passed_on = _take_passed_on(argv)
+    given = _read_flags(ours)
     dry_run = bool(given.pop("dry_run", False))
     file = given.pop("config", None)
     values: dict[str, object] = {}
@@ -41,6 +45,8 @@ def parse(argv: Sequence[str]) -> ParsedRun:
     for name, value in given.items():
         values[name] = value
         origins.pop(name, None)
+    if passed_on:
+        values["sglang_args"] = _merged(values.get("sglang_args"), passed_on)
     if values.get("trainer_config") is not None:
         values["trainer_config"] = read_trainer_entries(values["trainer_config"])
     config = build_config(values, origins).resolved()
@@ -109,6 +115,43 @@ def _store_once(namespace: argparse.Namespace, name: str, value: Any, flag: str)
     setattr(namespace, name, value)
 
 
+def _take_passed_on(argv: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
+    """Ours, and SGLang's: each `--sglang-NAME` that is no flag of ours, with what follows up to the next flag."""
+    ours: list[str] = []
+    taken: dict[str, list[str]] = {}
+    (collector,) = (option for option in OPTIONS.values() if option.prefix)
+    prefix = str(collector.prefix)
+    known = [flag for flag in _flags() if flag.startswith(prefix) and flag != collector.flag]
+    into = ours
+    for word in argv:
+        flag, equals, value = word.partition("=")
+        if not flag.startswith(prefix) or flag in known:
+            into = ours if word.startswith("-") and not _is_number(word) else into
+            into.append(word)
+            continue
+        close = difflib.get_close_matches(flag, known, n=1, cutoff=_LIKE_OURS)
+        if close:
+            raise ConfigError(f"{show(flag)}: no such flag; the nearest is {close[0]}")
+        name = normal_name(flag.removeprefix(prefix))
+        try:
+            check_name(name)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        if name in taken:
+            raise ConfigError(f"{flag} is given twice; keep one of them")
+        into = taken[name] = [value] if equals else []
+    return ours, taken
+
+
+def _merged(in_file: object, passed_on: Mapping[str, list[str]]) -> object:
+    """`sglang-args` of --config, and over it those of the command line."""
+    try:
+        flags = {**mapping_of(in_file or {}), **passed_on}
+        return {name: words or True for name, words in flags.items()}
+    except ValueError:
+        return in_file  # is refused where all values are
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog=_PROGRAM,
@@ -142,13 +185,17 @@ def _add_flag(group: Any, option: Option) -> None:
     text = option.description
     if option.info.is_required():
         text += " (required)"
-    elif option.info.default is not None:
+    elif option.info.default is not None and not option.is_list:
         default = option.info.default
         text += f" (default: {('off', 'on')[default] if option.is_switch else show(default)})"
     elif "(default" not in text:
         text += " (default: none)"
     text = text.replace("%", "%%")
-    if option.is_switch:
+    if option.prefix:  # for --help alone: `_take_passed_on` reads them
+        group.add_argument(option.flag, dest=option.name, nargs="*", metavar="VALUE", help=text)
+    elif option.is_list:
+        group.add_argument(option.flag, dest=option.name, action=_Once, nargs="+", metavar=option.metavar, help=text)
+    elif option.is_switch:
         group.add_argument(option.flag, dest=option.name, action=_Switch, help=text)
     elif option.is_pair:
         group.add_argument(option.flag, dest=option.name, action=_Once, nargs=2, metavar=("LO", "HI"), help=text)

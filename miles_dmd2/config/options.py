@@ -12,7 +12,9 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from miles_dmd2.config.errors import ConfigError, nearest, show
-from miles_dmd2.config.schema import LARGEST, LARGEST_SEED, Config, Section
+from miles_dmd2.config.schema import Config
+from miles_dmd2.config.section import LARGEST, LARGEST_SEED, Section
+from miles_dmd2.config.sglang import PassedOn
 
 # A run may be continued with other values of these; all others are part of what the numbers depend on.
 RESUME_MAY_CHANGE = frozenset(
@@ -26,12 +28,24 @@ RESUME_MAY_CHANGE = frozenset(
         "eval_interval",
         "eval_samples_per_prompt",
         "eval_metrics_path",
+        "sglang_python",
+        "rollout_engine_url",
+        "require_engine_plugin",
+        "sglang_allow_untested_version",
+        "sglang_weight_sync",
+        "sglang_weight_directory",
+        "verify_weights_every",
+        "engine_request_timeout",
+        "engine_attempts",
+        "engine_max_in_flight",
+        "engine_max_restarts",
         "num_gpus_per_node",
         "ray_address",
         "cpu_threads",
         "start_timeout",
         "phase_timeout",
         "max_skipped_steps",
+        "max_x0_drift",
         "use_wandb",
         "wandb_project",
         "wandb_mode",
@@ -50,7 +64,12 @@ class Option:
 
     @property
     def flag(self) -> str:
-        return flag_of(self.name)
+        return f"{self.prefix}NAME" if self.prefix else flag_of(self.name)
+
+    @property
+    def prefix(self) -> str | None:
+        """Of a field that collects another program's flags; None for the others."""
+        return next((part.prefix for part in self.info.metadata if isinstance(part, PassedOn)), None)
 
     @property
     def description(self) -> str:
@@ -69,8 +88,12 @@ class Option:
         return _Shape.of(self.info).is_pair
 
     @property
+    def is_list(self) -> bool:
+        return _Shape.of(self.info).is_list
+
+    @property
     def metavar(self) -> str:
-        words = {int: "INT", float: "NUMBER", str: "TEXT", Path: "PATH"}
+        words = {int: "INT", float: "NUMBER", str: "TEXT", Path: "PATH", tuple[str, ...]: "URL"}
         return words.get(_Shape.of(self.info).base, "FILE.yaml")
 
     @property
@@ -101,7 +124,6 @@ class _Shape:
     base: Any
     constraints: tuple[Any, ...]
     choices: tuple[str, ...]
-    is_pair: bool
 
     @classmethod
     def of(cls, info: FieldInfo) -> _Shape:
@@ -113,8 +135,15 @@ class _Shape:
             constraints += part.metadata if isinstance(part, FieldInfo) else [part]
             annotation = annotation.__origin__
         choices = tuple(get_args(annotation)) if get_origin(annotation) is Literal else ()
-        is_pair = get_origin(annotation) is tuple and get_args(annotation) == (float, float)
-        return cls(annotation, tuple(constraints), choices, is_pair)
+        return cls(annotation, tuple(constraints), choices)
+
+    @property
+    def is_pair(self) -> bool:
+        return bool(self.base == tuple[float, float])
+
+    @property
+    def is_list(self) -> bool:
+        return bool(self.base == tuple[str, ...])
 
 
 def valid_values(info: FieldInfo, *, upper: bool = False) -> str:
@@ -124,6 +153,8 @@ def valid_values(info: FieldInfo, *, upper: bool = False) -> str:
         return "one of " + ", ".join(shape.choices) if len(shape.choices) > 1 else shape.choices[0]
     if shape.is_pair:
         return "two numbers"
+    if shape.is_list:
+        return "one or more URLs"
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path"}
     text = words.get(shape.base, "a list of trainers")
     bounds = [
@@ -179,17 +210,23 @@ def flatten(config: Config) -> dict[str, Any]:
 
 def resume_conflicts(saved: Mapping[str, Any], config: Config) -> list[str]:
     """What keeps `config` from continuing the run whose `flatten(config.resolved())` was saved, a phrase per option."""
-    before, now = _lasting(saved), _lasting(flatten(config.resolved()))
-    names = [*now, *(name for name in before if name not in now)]
+    now = flatten(config.resolved())
+    free = _may_change(saved, now)
+    names = [*now, *(name for name in saved if name not in now)]
     return [
-        f"{flag_of(name)} was {show(before.get(name))} and is {show(now.get(name))}"
+        f"{flag_of(name)} was {show(saved.get(name))} and is {show(now.get(name))}"
         for name in names
-        if before.get(name) != now.get(name)
+        if name not in free and saved.get(name) != now.get(name)
     ]
 
 
-def _lasting(flat: Mapping[str, Any]) -> dict[str, Any]:
-    trainers = flat.get("trainer_config") or []
-    schedules = {entry["args"].get("lr_schedule", flat.get("lr_schedule")) for entry in trainers}
-    free = RESUME_MAY_CHANGE if schedules <= {"constant"} else RESUME_MAY_CHANGE - {"num_rollout"}
-    return {name: value for name, value in flat.items() if name not in free}
+def _may_change(*runs: Mapping[str, Any]) -> frozenset[str]:
+    free = RESUME_MAY_CHANGE
+    for flat in runs:
+        trainers = flat.get("trainer_config") or []
+        schedules = {entry["args"].get("lr_schedule", flat.get("lr_schedule")) for entry in trainers}
+        if not schedules <= {"constant"}:
+            free -= {"num_rollout"}
+        if flat.get("rollout_engine") == "sglang":  # one sample at a time: no batch depends on the number of servers
+            free |= {"rollout_num_engines"}
+    return free

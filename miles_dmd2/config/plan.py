@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -59,7 +60,7 @@ class Plan:
     engine: str
     engines: int
     engine_placement: str
-    engine_batch_size: int
+    engine_details: str
     student_steps: int
     sigmas: tuple[float, ...]
     stop_law: str
@@ -86,9 +87,9 @@ def build_plan(config: Config, trainers: Sequence[TrainerSpec]) -> Plan:
         windows=critic.num_steps_per_rollout,
         window_size=critic.window_size,
         engine=rollout.rollout_engine,
-        engines=rollout.rollout_num_engines,
-        engine_placement=_placement(rollout.rollout_num_engines, per_node),
-        engine_batch_size=rollout.rollout_engine_batch_size,
+        engines=config.num_engines,
+        engine_placement=" ".join(config.sglang.rollout_engine_url) or _placement(config.num_engines, per_node),
+        engine_details=_engine_details(config),
         student_steps=rollout.diffusion_num_steps,
         sigmas=student_sigmas(rollout.diffusion_num_steps, rollout.diffusion_flow_shift),
         stop_law=config.stop_law,
@@ -136,6 +137,27 @@ def _placement(count: int, per_node: int) -> str:
     )
 
 
+def _engine_details(config: Config) -> str:
+    if config.rollout.rollout_engine == "local":
+        return f"batches of {config.rollout.rollout_engine_batch_size}"
+    own = config.sglang
+    parts = [
+        f"{own.engine_max_in_flight} requests in flight each, {own.engine_attempts} tries of "
+        f"{own.engine_request_timeout:g} s",
+        "weights in requests"
+        if own.sglang_weight_sync == "tensor"
+        else f"weights as files in {own.sglang_weight_directory or '/dev/shm'}",
+        "checked after each sync"
+        if own.verify_weights_every == 1
+        else f"checked after the first and every {own.verify_weights_every} syncs",
+    ]
+    if own.sglang_python is not None:
+        parts.insert(0, f"started with {own.sglang_python}, up to {own.engine_max_restarts} restarts each")
+    if own.sglang_args:
+        parts.append(f"server flags {shlex.join(own.sglang_args)}")
+    return ", ".join(parts)
+
+
 def _forwards(config: Config, trainers: Sequence[TrainerSpec]) -> ForwardPlan:
     samples, steps = config.samples_per_rollout, config.rollout.diffusion_num_steps
     engine = samples * (float(steps) if config.stop_law == "full" else (steps + 1) / 2)
@@ -177,6 +199,11 @@ def _notes(config: Config, critic: TrainerSpec) -> tuple[str, ...]:
             f"--rollout-seed {config.rollout_seed} is not --seed {config.run.seed}: runs that differ in --seed alone "
             "share prompt order, noise and stop steps"
         )
+    if config.cluster.actor_num_nodes > 1 and config.sglang.sglang_python is not None:
+        notes.append(
+            "servers on other nodes than the first listen on their node's address, and SGLang's sockets unpickle what "
+            "anyone sends there: use a network that no one else can reach"
+        )
     if not config.save_dir.is_relative_to(config.run.run_dir):
         notes.append(f"checkpoints go to --save {config.save_dir}, outside of --run-dir {config.run.run_dir}")
     return tuple(notes)
@@ -192,7 +219,7 @@ def render_plan(plan: Plan) -> str:
         f"{plan.samples_per_prompt}), in {plan.windows} windows of {plan.window_size}",
         f"  student      {plan.student_steps} steps, sigmas {shown}, 0; stop step {plan.stop_law}",
         f"  score sigma  {plan.score_sigma}",
-        f"  engines      {plan.engines} {plan.engine} on {plan.engine_placement}; batches of {plan.engine_batch_size}",
+        f"  engines      {plan.engines} {plan.engine} on {plan.engine_placement}; {plan.engine_details}",
     ]
     for group in plan.groups:
         lines.append(

@@ -9,50 +9,15 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-LARGEST = 2**31 - 1
-LARGEST_SEED = 2**63 - 1
-PositiveInt = Annotated[int, Field(gt=0, le=LARGEST)]
-NonNegativeInt = Annotated[int, Field(ge=0, le=LARGEST)]
-Seed = Annotated[int, Field(ge=0, le=LARGEST_SEED)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Beta = Annotated[float, Field(ge=0, lt=1)]
+from miles_dmd2.config.section import Beta, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, Seed
+from miles_dmd2.config.sglang import SGLangSection, check_local, check_sglang
 
-
-# Values that documents and other versions know, and this one does not: refused with a reason, never ignored.
-NOT_AVAILABLE = {
-    ("dmd2_student_sample_type", "sde"): "not available yet; use ode",
-    ("rollout_engine", "sglang"): "not available in this version; use local",
-}
-
-
-class Section(BaseModel):
-    """Options of one subject. `title` heads its group in --help."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
-    title: ClassVar[str] = ""
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _refuse_what_would_be_misread(cls, value: object, info: ValidationInfo) -> object:
-        """Pydantic reads true as 1, Path("") is the current directory, and no path holds a NUL."""
-        name = info.field_name or ""
-        if isinstance(value, str):
-            if (name, value) in NOT_AVAILABLE:
-                raise ValueError(NOT_AVAILABLE[name, value])
-            if not value.strip():
-                raise ValueError("is empty; give a value or leave it out")
-            if "\0" in value:
-                raise ValueError("holds a NUL character")
-        of_bool = name in cls.model_fields and cls.model_fields[name].annotation is bool
-        parts = value if isinstance(value, list | tuple) else [value]
-        if not of_bool and any(isinstance(part, bool) for part in parts):
-            raise ValueError("must not be true or false")
-        if of_bool and not isinstance(value, bool):
-            raise ValueError("must be true or false")
-        return value
+# Mean |x0 of the trainer - x0 of the engine| that a run may have, by dtype of the forwards: see docs/running.md.
+MAX_X0_DRIFT = {"fp32": 1e-3, "bf16": 0.05}
+START_TIMEOUT = {"local": 180.0, "sglang": 600.0}  # a server imports for a minute or two on a busy machine
+LOCAL_BATCH_SIZE = 64
 
 
 class ModelSection(Section):
@@ -130,11 +95,15 @@ class RolloutSection(Section):
     diffusion_step_strategy: Literal["full", "stop_at_random_step"] = Field(
         "stop_at_random_step", description="run every sample to the end, or stop at the step --dmd2-stop-step says"
     )
-    rollout_engine: Literal["local"] = Field(
-        "local", description="who generates: the embedded engine (sglang is not available in this version)"
+    rollout_engine: Literal["local", "sglang"] = Field(
+        "local", description="who generates: the embedded engine, or SGLang's diffusion server"
     )
-    rollout_num_engines: PositiveInt = Field(1, description="engines that share the requests")
-    rollout_engine_batch_size: PositiveInt = Field(64, description="samples per student forward in the local engine")
+    rollout_num_engines: PositiveInt | None = Field(
+        None, description="engines that share the requests (default: 1, or those of --rollout-engine-url)"
+    )
+    rollout_engine_batch_size: PositiveInt = Field(
+        LOCAL_BATCH_SIZE, description="samples per student forward in the local engine"
+    )
     rm_type: Literal["none"] = Field("none", description="reward: none (constant 0, no scorer, no decode in training)")
     rollout_seed: Seed | None = Field(None, description="seed of prompt order, noise and stop steps (default: --seed)")
 
@@ -209,7 +178,9 @@ class ClusterSection(Section):
     colocate: bool = Field(True, description="trainer groups and engines share the same devices and take turns")
     ray_address: str | None = Field(None, description="a running cluster, or `auto` (default: start one for this run)")
     cpu_threads: PositiveInt | None = Field(None, description="torch threads per worker (default: cores / ranks)")
-    start_timeout: PositiveFloat = Field(180.0, description="seconds for processes to come up")
+    start_timeout: PositiveFloat | None = Field(
+        None, description="seconds for processes to come up (default: 180, with SGLang servers 600)"
+    )
     phase_timeout: PositiveFloat = Field(3600.0, description="seconds for one generate, train, sync or save")
 
 
@@ -239,6 +210,11 @@ class RunSection(Section):
         None, description="continue from this checkpoint, or from the newest one below this directory"
     )
     max_skipped_steps: PositiveInt = Field(3, description="non-finite updates in a row before the run stops")
+    max_x0_drift: PositiveFloat | None = Field(
+        None,
+        description="the run stops if mean |x0 of the trainer - x0 of the engine| of a window is larger (default: 1e-3 "
+        "with fp32 forwards, 0.05 with bf16)",
+    )
     use_wandb: bool = Field(False, description="log to Weights & Biases")
     wandb_project: str = Field("miles_dmd2", description="wandb project")
     wandb_mode: Literal["online", "offline"] = Field("online", description="wandb mode")
@@ -257,6 +233,7 @@ class Config(BaseModel):
     algorithm: AlgorithmSection
     rollout: RolloutSection
     evaluation: EvalSection
+    sglang: SGLangSection
     trainer: TrainerSection
     cluster: ClusterSection
     run: RunSection
@@ -277,6 +254,18 @@ class Config(BaseModel):
     def num_ranks(self) -> int:
         """Devices that trainers and engines share, over all nodes: the ranks of a trainer unless it has fewer."""
         return self.cluster.actor_num_nodes * self.cluster.actor_num_gpus_per_node
+
+    @property
+    def num_engines(self) -> int:
+        return self.rollout.rollout_num_engines or len(self.sglang.rollout_engine_url) or 1
+
+    @property
+    def start_timeout(self) -> float:
+        return self.cluster.start_timeout or START_TIMEOUT[self.rollout.rollout_engine]
+
+    @property
+    def max_x0_drift(self) -> float:
+        return self.run.max_x0_drift or MAX_X0_DRIFT[self.model.forward_dtype]
 
     @property
     def threads(self) -> int:
@@ -314,11 +303,21 @@ class Config(BaseModel):
             update={
                 "algorithm": self.algorithm.model_copy(update={"dmd2_stop_step": law}),
                 "rollout": self.rollout.model_copy(
-                    update={"global_batch_size": self.samples_per_rollout, "rollout_seed": self.rollout_seed}
+                    update={
+                        "global_batch_size": self.samples_per_rollout,
+                        "rollout_seed": self.rollout_seed,
+                        "rollout_num_engines": self.num_engines,
+                    }
                 ),
-                "cluster": self.cluster.model_copy(update={"num_gpus_per_node": self.devices_per_node}),
+                "cluster": self.cluster.model_copy(
+                    update={"num_gpus_per_node": self.devices_per_node, "start_timeout": self.start_timeout}
+                ),
                 "run": self.run.model_copy(
-                    update={"save": self.save_dir, "trainer_config": self.run.trainer_config or DEFAULT_TRAINERS}
+                    update={
+                        "save": self.save_dir,
+                        "max_x0_drift": self.max_x0_drift,
+                        "trainer_config": self.run.trainer_config or DEFAULT_TRAINERS,
+                    }
                 ),
             }
         )
@@ -329,6 +328,16 @@ class Config(BaseModel):
         self._check_stop_step()
         self._check_evaluation()
         self._check_placement()
+        if self.rollout.rollout_engine == "local":
+            check_local(self.sglang)
+        else:
+            rollout = self.rollout
+            check_sglang(
+                self.sglang,
+                engines=rollout.rollout_num_engines,
+                batch_size_given=rollout.rollout_engine_batch_size != LOCAL_BATCH_SIZE,
+                nodes=self.cluster.actor_num_nodes,
+            )
         return self
 
     def _check_batch(self) -> None:
@@ -362,7 +371,7 @@ class Config(BaseModel):
                 )
 
     def _check_placement(self) -> None:
-        cluster, engines = self.cluster, self.rollout.rollout_num_engines
+        cluster, engines = self.cluster, self.num_engines
         if not cluster.colocate:
             raise ValueError("--no-colocate: separate devices are not available in this version; leave --colocate on")
         if self.devices_per_node < cluster.actor_num_gpus_per_node:
@@ -370,7 +379,7 @@ class Config(BaseModel):
                 f"--num-gpus-per-node {self.devices_per_node}: fewer than --actor-num-gpus-per-node "
                 f"{cluster.actor_num_gpus_per_node}; raise it to {cluster.actor_num_gpus_per_node}, or leave it out"
             )
-        if engines > self.num_ranks:
+        if engines > self.num_ranks and not self.sglang.rollout_engine_url:
             raise ValueError(
                 f"--rollout-num-engines {engines}: more than the {self.num_ranks} devices of --actor-num-nodes "
                 f"{cluster.actor_num_nodes} x --actor-num-gpus-per-node {cluster.actor_num_gpus_per_node}; "

@@ -1,19 +1,24 @@
 """One protocol for every rollout engine; `local` is its specification, one contract suite runs against all.
 
 What every engine checks the same way is here: `check_requests` before it works, `check_samples` before it answers,
-`check_update` before it lets new weights in.
+`check_update` before it lets new weights in and `check_probe` before it keeps them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from miles_dmd2.types import RolloutRequest, RolloutSample, WeightUpdate, WeightVersion
+import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from miles_dmd2.models.weights import checksum, mismatch, not_finite
+from miles_dmd2.types import Conditioning, RolloutRequest, RolloutSample, WeightUpdate, WeightVersion
+
+# Greatest |velocity - expected| in units of the greatest |expected|. Same operations in the same dtype give 0 on one
+# machine; fp32 leaves room for other kernels, bf16 has 8 bits.
+PROBE_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-5, torch.bfloat16: 5e-2}
 
 
 class EngineError(RuntimeError):
@@ -52,6 +57,12 @@ class RolloutEngine(Protocol):
 
     def generate(self, requests: Sequence[RolloutRequest]) -> list[RolloutSample]: ...
 
+    def conditioning(self, prompts: Sequence[str]) -> list[Conditioning]:
+        """What the samples of these prompts carry as `cond`, in the order of the prompts; "" is a prompt here.
+
+        Kept for later calls of both methods. Costs no counted student forward. Needs no weights.
+        """
+
     def close(self) -> None:
         """Give everything back. May be repeated; every other call raises afterwards."""
 
@@ -87,8 +98,6 @@ def _problem(request: RolloutRequest) -> str | None:
 
 def check_samples(requests: Sequence[RolloutRequest], samples: Sequence[RolloutSample]) -> None:
     """EngineError unless the samples answer the requests: one each, in order, as asked, finite, of one version."""
-    import torch
-
     wanted, got = [r.sample_id for r in requests], [s.sample_id for s in samples]
     if wanted != got:
         lost, extra = sorted(set(wanted) - set(got)), sorted(set(got) - set(wanted))
@@ -117,8 +126,6 @@ def _answers(request: RolloutRequest, sample: RolloutSample) -> bool:
 
 def check_update(update: WeightUpdate, tensors: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]) -> None:
     """EngineError unless the tensors have these names and shapes, are finite, and are what the checksum says."""
-    from miles_dmd2.models.weights import checksum, mismatch, not_finite
-
     problem = mismatch(shapes, tensors) or not_finite(tensors)
     if problem is not None:
         raise EngineError(f"weights {update.version} refused: {problem}")
@@ -126,6 +133,26 @@ def check_update(update: WeightUpdate, tensors: Mapping[str, Tensor], shapes: Ma
     if found != update.checksum:
         raise EngineError(
             f"weights {update.version} refused: checksum {found[:16]}..., the exporter says {update.checksum[:16]}..."
+        )
+
+
+def check_probe(update: WeightUpdate, found: Tensor, tolerance: float) -> None:
+    """EngineError unless `found`, the engine's velocity `[1, *latent]` at the probe's input, is what it has to be.
+
+    tolerance: see PROBE_TOLERANCE.
+    """
+    expected = update.probe.velocity.to(torch.float32)
+    if found.shape != expected.shape:
+        raise EngineError(
+            f"weights {update.version} refused: the probe's velocity has shape {list(found.shape)} here, "
+            f"{list(expected.shape)} at the exporter"
+        )
+    scale = expected.abs().max().item()
+    error = (found - expected).abs().max().item()
+    if not error <= tolerance * scale:  # not: so that a NaN is refused
+        raise EngineError(
+            f"weights {update.version} refused: the probe's velocity differs by {error:.3g} at a scale of "
+            f"{scale:.3g}, more than the tolerance {tolerance:g}; do both run the same forward dtype?"
         )
 
 

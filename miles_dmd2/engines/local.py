@@ -9,15 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from miles_dmd2.algo import rollout
-from miles_dmd2.engines.base import EngineError, RolloutEngine, check_requests, check_samples, check_update
+from miles_dmd2.engines.base import (
+    PROBE_TOLERANCE,
+    EngineError,
+    RolloutEngine,
+    check_probe,
+    check_requests,
+    check_samples,
+    check_update,
+)
 from miles_dmd2.models.base import Components, ModelAdapter
 from miles_dmd2.models.offload import Entry, Residence, held_bytes, module_entries
 from miles_dmd2.models.weights import checksum
 from miles_dmd2.types import Conditioning, Probe, RolloutRequest, RolloutSample, WeightUpdate, WeightVersion
-
-# Greatest |velocity - expected| in units of the greatest |expected|. Same operations in the same dtype give 0 on one
-# machine; fp32 leaves room for other kernels, bf16 has 8 bits.
-PROBE_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-5, torch.bfloat16: 5e-2}
 
 
 class LocalEngine(RolloutEngine):
@@ -112,7 +116,7 @@ class LocalEngine(RolloutEngine):
         try:
             _copy_into(current, tensors)
             self._check_held(update, tensors, current)
-            self._check_probe(update)
+            check_probe(update, self._probe_velocity(update.probe), self._tolerance)
         except BaseException as error:  # also when interrupted: never serve a mixture
             _copy_into(current, previous)
             if isinstance(error, EngineError) or not isinstance(error, Exception):
@@ -134,6 +138,11 @@ class LocalEngine(RolloutEngine):
         answer = [samples[i] for i in sorted(samples)]
         check_samples(requests, answer)
         return answer
+
+    @torch.no_grad()
+    def conditioning(self, prompts: Sequence[str]) -> list[Conditioning]:
+        self._check_awake()
+        return self._conditioning(prompts)
 
     def _run(
         self, requests: Sequence[RolloutRequest], conds: Sequence[Conditioning], version: WeightVersion
@@ -191,23 +200,6 @@ class LocalEngine(RolloutEngine):
         expected = update.checksum if same_dtype else checksum(cast)
         if checksum(held) != expected:
             raise EngineError(f"weights {update.version} refused: the copy that the engine holds differs from them")
-
-    def _check_probe(self, update: WeightUpdate) -> None:
-        probe = update.probe
-        expected = probe.velocity.to(torch.float32)
-        found = self._probe_velocity(probe)
-        scale = expected.abs().max().item()
-        if found.shape != expected.shape:
-            raise EngineError(
-                f"weights {update.version} refused: the probe's velocity has shape {list(found.shape)} here, "
-                f"{list(expected.shape)} at the exporter"
-            )
-        error = (found - expected).abs().max().item()
-        if not error <= self._tolerance * scale:  # not: so that a NaN is refused
-            raise EngineError(
-                f"weights {update.version} refused: the probe's velocity differs by {error:.3g} at a scale of "
-                f"{scale:.3g}, more than the tolerance {self._tolerance:g}; do both run the same forward dtype?"
-            )
 
     def _probe_velocity(self, probe: Probe) -> Tensor:
         x, sigma = probe.x.to(self._device), probe.sigma.to(self._device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import ClassVar
 
@@ -17,7 +18,12 @@ from miles_dmd2.training.metrics import MetricBuffer, Reduction
 from miles_dmd2.training.trainer import Trainer, TrainerSettings
 from miles_dmd2.types import Role, RolloutSample, ScoreBatch, ScoreRow, WeightKind, WeightUpdate
 
+DRIFT = "x0_mean_abs_diff"
 DEGENERATE = 1e-6  # mean |x0 - x0_real| below which the DMD normalizer is its floor: the sample has no direction
+
+
+class DriftError(RuntimeError):
+    """Engine and trainer compute different x0 from the same x_k: what is trained is not what generated."""
 
 
 class ActorTrainer(Trainer):
@@ -33,7 +39,7 @@ class ActorTrainer(Trainer):
         "dmd2_grad_abs_mean": "mean",
         "dmd2_x0_mean": "mean",
         "dmd2_x0_std": "std",
-        "x0_mean_abs_diff": "mean",
+        DRIFT: "mean",
     }
 
     def __init__(
@@ -44,9 +50,14 @@ class ActorTrainer(Trainer):
         ranks: Ranks,
         *,
         ema_decay: float = 0.0,
+        max_x0_drift: float | None = None,
     ) -> None:
-        """Takes the module over. `ema_decay` 0 keeps no average."""
+        """Takes the module over. `ema_decay` 0 keeps no average.
+
+        max_x0_drift: greatest mean |x0 - the engine's x0| of a window that is trained on; None does not look.
+        """
         super().__init__(settings, adapter, student, ranks, ema_decay=ema_decay)
+        self._max_x0_drift = max_x0_drift
 
     def train(
         self,
@@ -59,7 +70,8 @@ class ActorTrainer(Trainer):
 
         Each rank gets the scores of the whole window, however the critic's ranks share them, and its own samples
         (`wanted_ids(windows, rank, world_size)`). A collective. ValueError: not one window, or sample ids that are
-        missing, doubled or not asked for, in the samples or in the scores.
+        missing, doubled or not asked for, in the samples or in the scores. DriftError, on every rank and before the
+        step: the engine's x0 are further than `max_x0_drift` from the trainer's.
         """
         if len(windows) != 1:
             raise ValueError(f"the actor takes one step, on the last window; got {len(windows)} windows")
@@ -68,11 +80,29 @@ class ActorTrainer(Trainer):
         (batches,), metrics = self._prepare(rollout_id, windows, samples)
         pending = metrics.fresh()
         losses = [self._step_forward(batch, scores, window, pending) for batch in batches]
+        self._check_drift(rollout_id, pending)
         ids = [i for batch in batches for i in batch.ids]
         taken = self._update(losses, ids, window, pending)
         if taken:
             metrics.extend(pending)
         return self._reduce(metrics, skipped=int(not taken))
+
+    def _check_drift(self, rollout_id: int, metrics: MetricBuffer) -> None:
+        """A figure that is not finite is left to the step's own check, which skips it. A collective."""
+        if self._max_x0_drift is None:
+            return
+        reduced = metrics.reduce(self.ranks)
+        drift = reduced[DRIFT]
+        if not self._max_x0_drift < drift < math.inf:
+            return
+        prefix = f"{DRIFT}_step"
+        steps = {int(name.removeprefix(prefix)): value for name, value in reduced.items() if name.startswith(prefix)}
+        listed = ", ".join(f"{steps[step]:.3g} at stop step {step}" for step in sorted(steps))
+        raise DriftError(
+            f"engine and trainer disagree on rollout {rollout_id}: mean |x0 - x0 of the engine| is {drift:.3g} "
+            f"({listed}), --max-x0-drift is {self._max_x0_drift:g}; the engine may run another dtype, serve other "
+            "weights or have used another conditioning; the step was not taken"
+        )
 
     def export_weights(self, kinds: Collection[WeightKind] = ("raw", "ema")) -> dict[WeightKind, WeightUpdate]:
         """Full fp32 weights on the CPU, raw and averaged (when kept), each with checksum and probe. A collective.
@@ -109,7 +139,7 @@ class ActorTrainer(Trainer):
                 "dmd2_grad_abs_mean": gradient.abs().flatten(1).mean(1),
                 "dmd2_x0_mean": x0.flatten(1).mean(1),
                 "dmd2_x0_std": x0.flatten(1),
-                "x0_mean_abs_diff": mean_abs_difference(x0, batch.x0),
+                DRIFT: mean_abs_difference(x0, batch.x0),
             }.items():
                 metrics.add_per_step(name, values, batch.stop_steps)
             metrics.add("dmd2_degenerate_samples", distance < DEGENERATE)

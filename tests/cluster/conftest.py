@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -30,6 +31,24 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     (directory / "trainers.yaml").write_text(yaml.safe_dump(trainers))
     return directory
+
+
+@pytest.fixture(scope="session")
+def engine_python(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The Python of an engine with a stand-in for SGLang, which behaves as the given word says."""
+    from tests.engines.engine_stand_in import make_engine
+
+    directory = tmp_path_factory.mktemp("an engine")
+    engine = make_engine(directory / "venv")
+
+    def that(behaves: str) -> Path:
+        file = engine.parent / f"python_{behaves or 'well'}"
+        record = shlex.quote(str(directory / "record.json"))
+        file.write_text(f'#!/bin/sh\nFAKE={behaves} FAKE_RECORD={record} exec {shlex.quote(str(engine))} "$@"\n')
+        file.chmod(0o755)
+        return file
+
+    return that
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from run_commands import Finished, command, environment
+from run_commands import Finished, children, command, environment, wait_for
 
 pytestmark = pytest.mark.ray
 
@@ -167,19 +167,3 @@ def test_an_interrupted_run_stops_in_seconds_says_how_to_go_on_and_leaves_no_pro
         assert not list(Path("/tmp").glob(f"md2-ray-{process.pid}-*"))
     finally:
         process.kill()
-
-
-def children(pid: int) -> list[int]:
-    """All descendants of a process."""
-    found = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, task.read_text().split()):
-            found += [child, *children(child)]
-    return found
-
-
-def wait_for(condition: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s"
-        time.sleep(0.2)

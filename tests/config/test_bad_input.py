@@ -51,6 +51,13 @@ FLAGS: list[tuple[str, tuple[str, ...]]] = [
     ("--fsdp-flow-shift 0", ("--fsdp-flow-shift 0", "> 0")),
     ("--fsdp-flow-shift visual=5,visual=6", ("--fsdp-flow-shift visual=5,visual=6", "visual=K")),
     ("--fsdp-flow-shift depth=5", ("--fsdp-flow-shift depth=5", "visual=K")),
+    ("--max-x0-drift 0", ("--max-x0-drift 0", "a number > 0")),
+    ("--engine-attempts 0", ("--engine-attempts 0", "a whole number > 0")),
+    ("--engine-max-restarts -1", ("--engine-max-restarts -1", "a whole number >= 0")),
+    ("--engine-request-timeout inf", ("--engine-request-timeout inf", "a number > 0")),
+    ("--verify-weights-every 0", ("--verify-weights-every 0", "a whole number > 0")),
+    ("--sglang-weight-sync nccl", ("--sglang-weight-sync nccl", "disk, tensor")),
+    ("--rollout-engine-url", ("--rollout-engine-url", "expected at least one argument", "one or more URLs")),
     ("--eval-metrics-path metrics", ("--eval-metrics-path metrics", "module:function")),
     # sigma range
     ("--dmd2-score-sigma-range 0 0.98", ("--dmd2-score-sigma-range 0 0.98", "0 < LO < HI < 1")),
@@ -61,7 +68,6 @@ FLAGS: list[tuple[str, tuple[str, ...]]] = [
     ("--dmd2-score-sigma-range a b", ("--dmd2-score-sigma-range a b", "two numbers")),
     # not in this version
     ("--dmd2-student-sample-type sde", ("--dmd2-student-sample-type sde", "not available yet", "use ode")),
-    ("--rollout-engine sglang", ("--rollout-engine sglang", "not available in this version", "use local")),
     ("--fsdp-flow-shift visual=5,audio=3", ("--fsdp-flow-shift visual=5,audio=3", "no model family", "visual=K")),
     ("--diffusion-guidance-scale 3", ("--diffusion-guidance-scale 3", "not available yet", "1.0")),
     ("--no-colocate", ("--no-colocate", "not available", "--colocate")),

@@ -21,6 +21,10 @@ from miles_dmd2.config.options import OPTIONS
 
 Write = Callable[..., Path]
 
+SGLANG = ("--rollout-engine", "sglang", "--sglang-python", "engine/bin/python")
+TENSOR = ("--sglang-weight-sync", "tensor")
+RUNNING = ("--rollout-engine", "sglang", "--rollout-engine-url", "http://127.0.0.1:30000")
+
 # For each option a value that is not its default, as typed and as stored, and what else has to be given with it.
 OTHERS: dict[str, tuple[str, Any, tuple[str, ...]]] = {
     "hf_checkpoint": ("elsewhere", "elsewhere", ()),
@@ -44,7 +48,7 @@ OTHERS: dict[str, tuple[str, Any, tuple[str, ...]]] = {
     "diffusion_flow_shift": ("12", 12.0, ()),
     "diffusion_guidance_scale": ("1", 1.0, ()),
     "diffusion_step_strategy": ("full", "full", ()),
-    "rollout_engine": ("local", "local", ()),
+    "rollout_engine": ("sglang", "sglang", ("--sglang-python", "engine/bin/python")),
     "rollout_num_engines": ("2", 2, ("--actor-num-gpus-per-node", "2")),
     "rollout_engine_batch_size": ("16", 16, ()),
     "rm_type": ("none", "none", ()),
@@ -53,6 +57,17 @@ OTHERS: dict[str, tuple[str, Any, tuple[str, ...]]] = {
     "eval_interval": ("5", 5, ("--eval-prompt-data", "eval.txt")),
     "eval_samples_per_prompt": ("4", 4, ("--eval-prompt-data", "eval.txt")),
     "eval_metrics_path": ("recipes.digits.metrics:evaluate",) * 2 + (("--eval-prompt-data", "eval.txt"),),
+    "sglang_python": ("elsewhere/bin/python", "elsewhere/bin/python", SGLANG[:2]),
+    "rollout_engine_url": ("http://a:1 https://[::1]:2/", ["http://a:1", "https://[::1]:2"], (*SGLANG[:2], *TENSOR)),
+    "require_engine_plugin": ("true", True, RUNNING),
+    "sglang_allow_untested_version": ("true", True, SGLANG),
+    "sglang_weight_sync": ("tensor", "tensor", SGLANG),
+    "sglang_weight_directory": ("/dev/shm/w", "/dev/shm/w", SGLANG),
+    "verify_weights_every": ("5", 5, SGLANG),
+    "engine_request_timeout": ("30", 30.0, SGLANG),
+    "engine_attempts": ("1", 1, SGLANG),
+    "engine_max_in_flight": ("4", 4, SGLANG),
+    "engine_max_restarts": ("0", 0, SGLANG),
     "lr": ("1e-5", 1e-5, ()),
     "lr_schedule": ("cosine", "cosine", ()),
     "lr_warmup_updates": ("3", 3, ()),
@@ -78,6 +93,7 @@ OTHERS: dict[str, tuple[str, Any, tuple[str, ...]]] = {
     "save_interval": ("5", 5, ()),
     "load": ("runs/a", "runs/a", ()),
     "max_skipped_steps": ("1", 1, ()),
+    "max_x0_drift": ("0.5", 0.5, ()),
     "use_wandb": ("true", True, ()),
     "wandb_project": ("p", "p", ()),
     "wandb_mode": ("offline", "offline", ()),
@@ -89,12 +105,13 @@ def values_of(argv: list[str]) -> dict[str, Any]:
 
 
 def test_every_option_is_reachable_by_its_flag_and_by_both_spellings_in_yaml(write: Write) -> None:
-    assert set(OTHERS) | {"trainer_config"} == set(OPTIONS)
+    assert set(OTHERS) | {"trainer_config", "sglang_args"} == set(OPTIONS)
     for name, (typed, stored, beside) in OTHERS.items():
         flag = f"--{name.replace('_', '-')}"
         words = [flag] if OPTIONS[name].is_switch else [flag, *typed.split()]
         assert values_of(command(*words, *beside))[name] == stored, name
-        in_yaml = typed if not OPTIONS[name].is_pair else f"[{typed.replace(' ', ', ')}]"
+        several = OPTIONS[name].is_pair or OPTIONS[name].is_list
+        in_yaml = json.dumps(typed.split()) if several else typed
         for key in (name, name.replace("_", "-")):
             others = command(*beside)
             if flag in others:  # a flag would win over the file
@@ -221,6 +238,10 @@ ODD_WORDS = [
     "[]",
     "{}",
     "--lr",
+    "--sglang-",
+    "--sglang-args",
+    "--sglang-a=",
+    "--rollout-engine=sglang",
     "--",
     "-",
     "=",

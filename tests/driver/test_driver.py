@@ -12,6 +12,7 @@ from fakes import FakeEngines, FakeGroup, Log, RecordingSink
 
 from miles_dmd2.driver import train
 from miles_dmd2.evaluation import FixedEvaluation, NoEvaluation
+from miles_dmd2.observability import RunError
 from miles_dmd2.types import RolloutRequest
 
 
@@ -117,6 +118,59 @@ def test_everything_is_disposed_whatever_fails(at: str, error: BaseException) ->
         run(log, every=1)
     assert log.events[-3:] == ["actor.dispose", "critic.dispose", "engines.dispose"]
     assert log.most_awake == 1
+
+
+@pytest.mark.parametrize("at", ["engines.load(raw@2)", "engines.evaluate(raw@2)", "engines.generate(raw@2)"])
+def test_engines_that_fail_cost_no_finished_rollout(at: str) -> None:
+    """Everyone sleeps but the engines, which stay as they failed; the groups are saved, then all is disposed."""
+    log = Log(fail_at=at, error=RunError("all engines are dead"))
+    evaluation = FixedEvaluation([request(0)], interval=1, last=9)
+    with pytest.raises(RunError, match="all engines are dead"):
+        run(log, rollouts=range(9), evaluation=evaluation)
+    assert log.events[log.events.index(at) :] == [
+        at, "checkpoint(2)", "actor.dispose", "critic.dispose", "engines.dispose",
+    ]  # fmt: skip
+    assert log.awake == {"engines"}
+
+
+@pytest.mark.parametrize(
+    ("at", "error", "first", "every"),
+    [
+        ("engines.generate(raw@2)", RunError("boom"), 0, 2),  # saved when it was due
+        ("engines.load(raw@0)", RunError("boom"), 0, None),  # nothing is done yet
+        ("engines.load(raw@0)", RunError("boom"), 5, None),  # nothing beyond what --load named
+        ("critic.train(2)", RunError("boom"), 0, None),  # the critic is ahead of the actor
+        ("actor.train(2)", RunError("boom"), 0, None),
+        ("engines.generate(raw@2)", KeyboardInterrupt(), 0, None),  # does not wait for a save
+    ],
+)
+def test_nothing_is_saved_twice_half_done_or_on_interrupt(
+    at: str, error: BaseException, first: int, every: int | None
+) -> None:
+    log = Log(fail_at=at, error=error)
+    with pytest.raises(type(error)):
+        run(log, rollouts=range(first, 9), every=every)
+    saves = [event for event in log.events if event.startswith("checkpoint")]
+    assert saves == (["checkpoint(2)"] if every else [])
+    assert log.events[-4:] == [at, "actor.dispose", "critic.dispose", "engines.dispose"]
+
+
+def test_a_save_that_fails_as_well_does_not_hide_what_failed_first(caplog: pytest.LogCaptureFixture) -> None:
+    log = Log(fail_at="engines.generate(raw@1)", error=RunError("all engines are dead"))
+    engines = FakeEngines(log)
+    groups = [FakeGroup(log, "critic", "critic"), FakeGroup(log, "actor", "actor")]
+
+    class Full(NoCheckpoints):
+        def __call__(self, completed: int, groups: object) -> None:
+            super().__call__(completed, groups)
+            raise OSError("disk full")
+
+    with pytest.raises(RunError, match="all engines are dead"):
+        train(range(3), source, engines, groups, NoEvaluation(), Full(log), RecordingSink())
+    assert log.events[-4:] == ["checkpoint(1)", "actor.dispose", "critic.dispose", "engines.dispose"]
+    (record,) = [r for r in caplog.records if r.levelname == "ERROR"]
+    assert "the checkpoint after 1 rollouts failed as well" in record.getMessage()
+    assert "disk full" in str(record.exc_info[1] if record.exc_info else None)
 
 
 def test_a_failing_dispose_does_not_keep_the_others() -> None:

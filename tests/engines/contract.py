@@ -265,6 +265,32 @@ class EngineContract:
         x0.square().sum().backward()
         assert any(p.grad is not None and bool(p.grad.any()) for p in module.parameters())
 
+    # -- conditioning ----------------------------------------------------------------------------------------
+
+    def test_conditioning_is_what_the_samples_were_made_with(self, harness: Harness) -> None:
+        """Also for the empty prompt, which no request may have but a teacher's guidance needs."""
+        prompts = [*harness.prompts, "", harness.prompts[0]]
+        before = harness.engine.forward_count
+        records = harness.engine.conditioning(prompts)
+        assert harness.engine.forward_count == before
+        assert len(records) == len(prompts)
+        same, empty = records[-1], records[-2]
+        assert all(torch.equal(same[key], records[0][key]) for key in same)
+        for other in records[:-2]:
+            assert any(
+                a.shape != b.shape or not torch.equal(a, b) for a, b in zip(empty.values(), other.values(), strict=True)
+            )
+        assert {value.dtype for value in empty.values()} <= {torch.float32, torch.bool, torch.int64}
+        samples = harness.engine.generate(harness.requests(*[0] * len(harness.prompts)))
+        for sample, record in zip(samples, records, strict=False):
+            assert all(torch.equal(sample.cond[key], record[key]) for key in record)
+            with_record = dataclasses.replace(sample, cond=record)
+            velocity = harness.velocity(0, [with_record], sample.x_k.unsqueeze(0), GRID[0])
+            torch.testing.assert_close(sample.x0, sample.x_k - GRID[0] * velocity[0], rtol=0, atol=harness.same)
+
+    def test_no_prompts_no_conditioning(self, harness: Harness) -> None:
+        assert harness.engine.conditioning([]) == []
+
     # -- media -----------------------------------------------------------------------------------------------
 
     def test_media_only_when_asked(self, harness: Harness) -> None:
@@ -365,6 +391,7 @@ class EngineContract:
             for call in (
                 lambda: engine.generate(requests),
                 lambda: engine.generate([]),
+                lambda: engine.conditioning(harness.prompts),
                 lambda: engine.load_weights(update, tensors),
                 engine.sleep,
             ):

@@ -35,6 +35,7 @@ class Setup:
     max_skipped: int = 3
     nan_sample: int | None = None
     hook: TrainInputHook | None = None
+    max_drift: float | None = None
 
 
 def settings(setup: Setup, name: str) -> TrainerSettings:
@@ -64,7 +65,10 @@ def make_critic(ranks: Ranks, setup: Setup, adapter: ToyAdapter | None = None) -
 
 def make_actor(ranks: Ranks, setup: Setup, adapter: ToyAdapter | None = None) -> ActorTrainer:
     adapter = adapter or ToyAdapter()
-    return ActorTrainer(settings(setup, "actor"), adapter, adapter.load_transformer(), ranks, ema_decay=setup.decay)
+    student = adapter.load_transformer()
+    return ActorTrainer(
+        settings(setup, "actor"), adapter, student, ranks, ema_decay=setup.decay, max_x0_drift=setup.max_drift
+    )
 
 
 def windows_of(setup: Setup, rollout_id: int) -> tuple[tuple[int, ...], ...]:

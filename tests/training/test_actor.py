@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 
-from miles_dmd2.training import ActorTrainer, Ranks, wanted_ids
+from miles_dmd2.training import ActorTrainer, DriftError, Ranks, wanted_ids
 from miles_dmd2.training.trainer import Trainer
 from miles_dmd2.types import RolloutSample, ScoreBatch, ScoreRow
 from tests.training.pool import RankPool
 from tests.training.runs import Setup, distance, make_actor, make_critic, same_bits, samples_of, weights, windows_of
-from tests.training.toy import GRID, make_sample
+from tests.training.toy import GRID, ToyAdapter, make_sample
 
 SETUP = Setup(windows=1)
 WINDOW = windows_of(SETUP, 0)
@@ -102,6 +102,70 @@ def test_the_drift_is_zero_for_samples_of_these_very_weights(ranks: Ranks) -> No
     samples = [replace(s, x0=x0[n].detach()) for n, s in enumerate(samples_of(SETUP, 0, WINDOW[0]))]
     metrics = actor.train(0, WINDOW, samples, [fake_scores(WINDOW[0])])
     assert metrics["x0_mean_abs_diff"] < 1e-15
+
+
+# -- engine against trainer -----------------------------------------------------------------------------------
+
+
+def exact_x0() -> torch.Tensor:
+    """The student's own x0 of the window, `[8, 2, 3]`, on a plain module."""
+    samples = samples_of(SETUP, 0, WINDOW[0])
+    x_k, label = (torch.stack(v) for v in ([s.x_k.double() for s in samples], [s.cond["label"] for s in samples]))
+    sigma = torch.tensor([GRID[s.stop_step] for s in samples], dtype=torch.float64)
+    with torch.no_grad():
+        return x_k - sigma.view(-1, 1, 1) * ToyAdapter().load_transformer(torch.float64)(x_k, sigma, label)
+
+
+def train_with_drift(ranks: Ranks, setup: Setup, offsets: Sequence[float]) -> tuple[str, int, bool]:
+    """One step on samples whose x0 is off by `offsets[sample_id]`: the error's text or "", updates, weights kept."""
+    exact, actor = exact_x0(), make_actor(ranks, setup)
+    before = state(actor)
+    ids = wanted_ids(WINDOW, ranks.rank, ranks.world_size)
+    samples = [replace(s, x0=exact[s.sample_id] + offsets[s.sample_id]) for s in samples_of(setup, 0, ids)]
+    text = ""
+    try:
+        actor.train(0, WINDOW, samples, [fake_scores(WINDOW[0])])
+    except DriftError as error:
+        text = str(error)
+    return text, actor.updates, same_bits(state(actor), before)
+
+
+OFFSETS = (0.5, -0.25, 0.125, 0.0625) * 2  # of stop steps 0 to 3; the mean is 0.234375
+
+
+def test_a_drift_above_the_limit_stops_before_the_step_with_the_numbers_of_each_stop_step(
+    ranks: Ranks, two_ranks: RankPool
+) -> None:
+    setup = replace(SETUP, micro=3, max_drift=0.2)
+    texts = {train_with_drift(ranks, setup, OFFSETS), *two_ranks.run(train_with_drift, setup, OFFSETS)}
+    ((text, updates, kept),) = texts  # one rank, and both of two
+    assert (updates, kept) == (0, True)
+    assert text.startswith("engine and trainer disagree on rollout 0: mean |x0 - x0 of the engine| is 0.234 ")
+    assert "(0.5 at stop step 0, 0.25 at stop step 1, 0.125 at stop step 2, 0.0625 at stop step 3)" in text
+    assert "--max-x0-drift is 0.2; " in text
+    assert len(text.splitlines()) == 1
+
+
+@pytest.mark.parametrize("limit", [0.2344, None])
+def test_a_drift_below_the_limit_or_without_one_trains(ranks: Ranks, two_ranks: RankPool, limit: float | None) -> None:
+    setup = replace(SETUP, max_drift=limit)
+    for result in (train_with_drift(ranks, setup, OFFSETS), *two_ranks.run(train_with_drift, setup, OFFSETS)):
+        assert result == ("", 1, False)
+
+
+def test_a_drift_on_one_rank_alone_stops_both(two_ranks: RankPool) -> None:
+    offsets = [float(i == 3) for i in range(8)]  # 1 / 8 in the mean of the window
+    first, second = two_ranks.run(train_with_drift, replace(SETUP, max_drift=0.1), offsets)
+    assert first == second
+    assert "is 0.125 (" in first[0]
+
+
+def test_a_figure_that_is_not_finite_skips_the_step_as_ever(ranks: Ranks) -> None:
+    actor = make_actor(ranks, replace(SETUP, max_drift=0.2))
+    scores = fake_scores(WINDOW[0])
+    with torch.no_grad():
+        actor.network.trained["scale"].fill_(math.inf)
+    assert actor.train(0, WINDOW, samples_of(SETUP, 0, WINDOW[0]), [scores])["skipped_steps"] == 1
 
 
 def test_a_sample_that_is_the_teacher_s_prediction_is_counted_and_harmless(ranks: Ranks) -> None:
