@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from miles_dmd2.engines.sglang_process import members_of
-from miles_dmd2.engines.sglang_python import check_version
-from miles_dmd2.engines.sglang_server import ManagedServer, SGLangLaunch
+from miles_dmd2.engines.sglang.environment import check_version
+from miles_dmd2.engines.sglang.process import members_of
+from miles_dmd2.engines.sglang.server import ManagedServer, SGLangLaunch
 from tests.sglang.sockets import is_open, listening
 from tests.tiny_qwen import build
 

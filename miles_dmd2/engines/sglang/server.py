@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import IO, Protocol
 
 from miles_dmd2.engines.base import EngineError
-from miles_dmd2.engines.sglang_process import Ports, free_ports, get, has_ended, members_of, private_folder, spawn
-from miles_dmd2.engines.sglang_python import server_environment, write_plugin
+from miles_dmd2.engines.sglang.environment import server_environment, write_plugin
+from miles_dmd2.engines.sglang.process import Ports, free_ports, get, has_ended, members_of, private_folder, spawn
 
 _ATTEMPTS = 3  # when a port is taken between our look and the server's bind, which is half a minute later
 _TERM_SECONDS = 10.0  # SIGTERM waits for the running request, however long
@@ -126,7 +126,7 @@ class SGLangLaunch:
             "--master-port": ports.master,
         }
         words = [str(word) for pair in own.items() for word in pair]
-        launch = [str(self.python.absolute()), "-m", "miles_dmd2.engines.sglang_launch", str(os.getpid()), "--"]
+        launch = [str(self.python.absolute()), "-m", "miles_dmd2.engines.sglang_plugin.launch", str(os.getpid()), "--"]
         # Without --strict-ports an occupied port moves silently; without --sleep-on-idle an idle server burns a core.
         return [*launch, *words, "--strict-ports", "--sleep-on-idle", *self.arguments]
 

@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from miles_dmd2.engines.base import EngineError
+from miles_dmd2.engines.sglang.wire import WireError
 from miles_dmd2.engines.sglang_plugin.protocol import tensor_digest, weights_digest
-from miles_dmd2.engines.sglang_wire import WireError
 from miles_dmd2.types import WeightUpdate
 
 MODULE = "transformer"

@@ -1,6 +1,6 @@
 """Becomes SGLang's server, and dies with the process that asked for it. Run by the engine's Python:
 
-    python -m miles_dmd2.engines.sglang_launch PARENT_PID -- ARGUMENTS OF THE SERVER
+    python -m miles_dmd2.engines.sglang_plugin.launch PARENT_PID -- ARGUMENTS OF THE SERVER
 
 A parent that is killed cannot stop its server; on Linux the kernel does. The wish survives exec, and SGLang's worker
 follows its own parent in the same way. Standard library only: the engine's environment has none of our packages.

@@ -14,7 +14,7 @@ import torch
 
 from miles_dmd2.algo import sigma_grid
 from miles_dmd2.engines.base import EngineError
-from miles_dmd2.engines.sglang import SGLangEngine, SGLangSettings
+from miles_dmd2.engines.sglang.engine import SGLangEngine, SGLangSettings
 from miles_dmd2.models.qwen_image import QwenImageAdapter
 from miles_dmd2.types import RolloutSample, WeightVersion
 from tests.engines.contract import GRID, EngineContract, Harness, all_equal
