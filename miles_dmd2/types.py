@@ -155,6 +155,9 @@ class Engines(Protocol):
     def load_weights(self, update: WeightUpdate) -> None:
         """Load and verify (checksum and probe); raises if the engines do not serve exactly these weights."""
 
+    def conditioning(self, prompts: Sequence[str]) -> list[Conditioning]:
+        """What samples of these prompts carry as `cond`, in the order of the prompts; "" is a prompt here."""
+
     def generate(self, windows: Sequence[Sequence[RolloutRequest]]) -> tuple[tuple[Chunk, ...], ...]:
         """All windows' samples, each window in the order of its requests and in one or more chunks.
 

@@ -20,6 +20,8 @@ Purpose = Literal[
     "stop_step",
     "score_sigma",
     "score_noise",
+    "scoring_pass_sigma",
+    "scoring_pass_noise",
     "order",
     "probe",
 ]

@@ -11,11 +11,11 @@ from miles_dmd2.cluster.placement import Placement
 from miles_dmd2.cluster.process import dtype_of, load_function, set_up
 from miles_dmd2.cluster.runtime import wait
 from miles_dmd2.cluster.settings import EngineSettings
-from miles_dmd2.cluster.wire import Array, PackedSamples, pack_samples, unpack_samples, unpack_tensors
+from miles_dmd2.cluster.wire import Array, PackedSamples, pack_samples, pack_tensors, unpack_samples, unpack_tensors
 from miles_dmd2.engines.local import LocalEngine
 from miles_dmd2.media.gallery import save_eval_media
 from miles_dmd2.observability import RunError
-from miles_dmd2.types import Chunk, RolloutRequest, WeightKind, WeightUpdate
+from miles_dmd2.types import Chunk, Conditioning, RolloutRequest, WeightKind, WeightUpdate
 
 
 class EngineWorker:
@@ -49,6 +49,9 @@ class EngineWorker:
         self._engine.load_weights(update, unpack_tensors(arrays))
         assert self._engine.weight_checksum is not None
         return self._engine.weight_checksum
+
+    def conditioning(self, prompts: Sequence[str]) -> list[dict[str, Array]]:
+        return [pack_tensors(cond) for cond in self._engine.conditioning(prompts)]
 
     def generate(self, windows: Sequence[Sequence[RolloutRequest]]) -> tuple[int | PackedSamples, ...]:
         """The number of samples, then one value per window: each is an object of its own (`num_returns`).
@@ -110,6 +113,11 @@ class RayEngineGroup:
         )
         if set(served) != {update.checksum}:
             raise RunError(f"weight sync: the actor exported {update.checksum}, engines serve {sorted(set(served))}")
+
+    def conditioning(self, prompts: Sequence[str]) -> list[Conditioning]:
+        """The first engine's: all hold the same text encoder."""
+        (packed,) = wait([self._actors[0].conditioning.remote(list(prompts))], self._timeout, "conditioning")
+        return [unpack_tensors(arrays) for arrays in packed]
 
     def generate(self, windows: Sequence[Sequence[RolloutRequest]]) -> tuple[tuple[Chunk, ...], ...]:
         chunks: list[list[Chunk]] = [[] for _ in windows]

@@ -15,6 +15,7 @@ from miles_dmd2.cluster.runtime import ray_session
 from miles_dmd2.cluster.settings import EngineSettings, SavedState, TrainerJob, WorkerSettings
 from miles_dmd2.cluster.trainer_group import RayTrainerGroup
 from miles_dmd2.config import Config, TrainerSpec
+from miles_dmd2.types import Conditioning
 
 
 @contextmanager
@@ -44,9 +45,20 @@ def launch(
                 stack.callback(group.dispose)
                 groups.append(group)
             engines.build()  # one after the other, each asleep before the next: they share a device
+            uncond = unconditional(engines, config)
             for group in groups:
-                group.build(saved_state(manifest, group))
+                group.build(saved_state(manifest, group), uncond)
             yield engines, groups
+
+
+def unconditional(engines: RayEngineGroup, config: Config) -> Conditioning | None:
+    """The conditioning of the guided teacher's second forward, once for the run; None for an unguided teacher."""
+    if config.algorithm.dmd2_teacher_guidance_scale == 1:
+        return None
+    engines.wake()
+    (cond,) = engines.conditioning([config.algorithm.dmd2_negative_prompt or ""])
+    engines.sleep()
+    return cond
 
 
 def worker_settings(config: Config) -> WorkerSettings:
@@ -92,6 +104,12 @@ def trainer_job(config: Config, spec: TrainerSpec, worker: WorkerSettings) -> Tr
         tell_stop_step=algorithm.dmd2_critic_conditioning == "stop_step",
         score_sigma_range=algorithm.dmd2_score_sigma_range,
         score_shift=config.score_shift,
+        score_sigma_law=algorithm.dmd2_score_sigma_law,
+        score_sigma_logit=(algorithm.dmd2_score_sigma_logit_mean, algorithm.dmd2_score_sigma_logit_std),
+        critic_scoring=algorithm.dmd2_critic_scoring,
+        teacher_guidance_scale=algorithm.dmd2_teacher_guidance_scale,
+        normalizer=algorithm.dmd2_normalizer,
+        normalizer_eps=algorithm.dmd2_normalizer_eps,
         student_ema_decay=algorithm.student_ema_decay,
         max_skipped_steps=config.run.max_skipped_steps,
         start_timeout=config.cluster.start_timeout,

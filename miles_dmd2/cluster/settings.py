@@ -54,6 +54,12 @@ class TrainerJob:
     tell_stop_step: bool
     score_sigma_range: tuple[float, float]
     score_shift: float
+    score_sigma_law: Literal["uniform", "logit_normal"]
+    score_sigma_logit: tuple[float, float]  # mean and standard deviation
+    critic_scoring: Literal["fused", "original"]
+    teacher_guidance_scale: float
+    normalizer: Literal["sample", "batch"]
+    normalizer_eps: float
     student_ema_decay: float
     max_skipped_steps: int
     start_timeout: float

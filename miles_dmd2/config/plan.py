@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from statistics import NormalDist
 from typing import Any
 
 import yaml
@@ -35,14 +37,16 @@ class ForwardPlan:
     """Transformer passes of one rollout (that is, of one student update), counted in samples.
 
     engine: student forwards of the rollout, samples x (k + 1) in the mean over the stop step k. critic and student:
-    forwards, each with its backward. teacher: forwards. The critic's scores cost none: they are its last step's.
-    cost: all in forwards of one window, a backward counted as 2 (H3: 5 x 2.5 + 5 x 3 + 1 + 3 = 31.5).
+    forwards, each with its backward. teacher: forwards, two per sample when guided. scoring: forwards of the critic
+    for the scores alone, none when they are its last step's. cost: all in forwards of one window, a backward counted
+    as 2 (H3: 5 x 2.5 + 5 x 3 + 1 + 3 = 31.5).
     """
 
     engine: float
     critic: int
     teacher: int
     student: int
+    scoring: int
     cost: float
 
 
@@ -141,19 +145,30 @@ def _forwards(config: Config, trainers: Sequence[TrainerSpec]) -> ForwardPlan:
     engine = samples * (float(steps) if config.stop_law == "full" else (steps + 1) / 2)
     critic = sum(t.window_size * t.num_steps_per_rollout for t in trainers if t.role == "critic")
     student = sum(t.window_size * t.num_steps_per_rollout for t in trainers if t.role == "actor")
-    cost = (engine + 3 * critic + student + 3 * student) / student
-    return ForwardPlan(engine=engine, critic=critic, teacher=student, student=student, cost=round(cost, 3))
+    teacher = student * (1 if config.algorithm.dmd2_teacher_guidance_scale == 1 else 2)
+    scoring = student if config.algorithm.dmd2_critic_scoring == "original" else 0
+    cost = (engine + 3 * critic + scoring + teacher + 3 * student) / student
+    return ForwardPlan(
+        engine=engine, critic=critic, teacher=teacher, student=student, scoring=scoring, cost=round(cost, 3)
+    )
 
 
 def _score_sigma(config: Config) -> str:
-    low, high = config.algorithm.dmd2_score_sigma_range
+    algorithm = config.algorithm
+    low, high = algorithm.dmd2_score_sigma_range
+    mean, std = algorithm.dmd2_score_sigma_logit_mean, algorithm.dmd2_score_sigma_logit_std
     shift = config.score_shift
-    text = f"uniform in [{low:g}, {high:g}], shift {shift:g}"
+    logit = algorithm.dmd2_score_sigma_law == "logit_normal"
+    law = f"logit-normal ({mean:g}, {std:g})" if logit else "uniform"
+    text = f"{law} in [{low:g}, {high:g}], shift {shift:g}"
     if shift == 1:
         return text
     end = high if shift > 1 else low
-    taken_to_end = end / (shift + (1 - shift) * end)
-    clamped = min(abs(end - taken_to_end) / (high - low), 1.0)
+    place = (end / (shift + (1 - shift) * end) - low) / (high - low)  # of [low, high] what the shift takes to the end
+    below = min(max(place, 0.0), 1.0)
+    if logit and 0 < below < 1:
+        below = NormalDist(mean, std).cdf(math.log(below / (1 - below)))
+    clamped = 1 - below if shift > 1 else below
     return f"{text}, clamped ({clamped:.1%} of the draws at {end:g})"
 
 
@@ -201,8 +216,9 @@ def render_plan(plan: Plan) -> str:
             f"{group.updates_per_rollout} a rollout, {group.updates} in all, lr {group.lr:g}"
         )
     lines += [
-        f"  per update   engine {forwards.engine:g} forwards, critic {forwards.critic} with backward, teacher "
-        f"{forwards.teacher}, student {forwards.student} with backward (counted in samples)",
+        f"  per update   engine {forwards.engine:g} forwards, critic {forwards.critic} with backward"
+        f"{f' and {forwards.scoring} to score' if forwards.scoring else ''}, teacher {forwards.teacher}, student "
+        f"{forwards.student} with backward (counted in samples)",
         f"  evals        {_evals(plan)}",
         f"  checkpoints  {plan.checkpoints}",
     ]

@@ -87,8 +87,32 @@ class AlgorithmSection(Section):
     dmd2_critic_conditioning: Literal["none", "stop_step"] = Field(
         "none", description="what the critic is told beside the noise level: nothing (published), or the stop step"
     )
+    dmd2_normalizer: Literal["sample", "batch"] = Field(
+        "sample", description="mean |x0 - x0_real| that divides the DMD gradient: of each sample, or one of the window"
+    )
+    dmd2_normalizer_eps: PositiveFloat = Field(
+        1e-6, description="floor of the normalizer; samples below it are counted as dmd2_degenerate_samples"
+    )
+    dmd2_teacher_guidance_scale: NonNegativeFloat = Field(
+        1.0,
+        description="classifier-free guidance of the teacher, uncond + W (cond - uncond); 1: no unconditional forward",
+    )
+    dmd2_negative_prompt: str | None = Field(
+        None, description="prompt of the teacher's unconditional forward (default: the empty prompt)"
+    )
+    dmd2_critic_scoring: Literal["fused", "original"] = Field(
+        "fused",
+        description="x0_fake of the critic's last training forward, or of a pass of its own with draws of its own",
+    )
+    dmd2_score_sigma_law: Literal["uniform", "logit_normal"] = Field(
+        "uniform", description="law of the score sigma before range and shift"
+    )
+    dmd2_score_sigma_logit_mean: Annotated[float, Field(allow_inf_nan=False)] = Field(
+        0.0, description="logit_normal: mean of logit(u)"
+    )
+    dmd2_score_sigma_logit_std: PositiveFloat = Field(1.0, description="logit_normal: standard deviation of logit(u)")
     dmd2_score_sigma_range: tuple[float, float] = Field(
-        (0.02, 0.98), description="LO HI: score sigma is uniform in it, shifted by --fsdp-flow-shift, clamped to it"
+        (0.02, 0.98), description="LO HI: score sigma is spread over it, shifted by --fsdp-flow-shift, clamped to it"
     )
     fsdp_flow_shift: str = Field(
         "1.0", description="shift of the trainers' score sigma: K, or visual=K (audio=K where the family has sound)"
@@ -103,6 +127,23 @@ class AlgorithmSection(Section):
         if not 0 < value[0] < value[1] < 1:
             raise ValueError("LO HI must satisfy 0 < LO < HI < 1, for example 0.02 0.98")
         return value
+
+    @model_validator(mode="after")
+    def _without_effect(self) -> AlgorithmSection:
+        """An option that would change nothing beside the others is refused."""
+        if self.dmd2_teacher_guidance_scale == 1 and self.dmd2_negative_prompt is not None:
+            raise ValueError(
+                f"--dmd2-negative-prompt {self.dmd2_negative_prompt}: is never read with --dmd2-teacher-guidance-scale "
+                "1; leave it out, or raise the scale"
+            )
+        for name, unset in (("dmd2_score_sigma_logit_mean", 0.0), ("dmd2_score_sigma_logit_std", 1.0)):
+            value = getattr(self, name)
+            if self.dmd2_score_sigma_law == "uniform" and value != unset:
+                raise ValueError(
+                    f"--{name.replace('_', '-')} {value}: has no effect with --dmd2-score-sigma-law uniform; leave it "
+                    "out, or use logit_normal"
+                )
+        return self
 
     @field_validator("fsdp_flow_shift", mode="before")
     @classmethod
@@ -125,7 +166,7 @@ class RolloutSection(Section):
     diffusion_num_steps: Annotated[int, Field(gt=0, le=1000)] = Field(4, description="student steps N")
     diffusion_flow_shift: PositiveFloat = Field(1.0, description="shift of the student's sigma grid")
     diffusion_guidance_scale: float = Field(
-        1.0, description="guidance of student and teacher; other values than 1.0 (unguided) are not available yet"
+        1.0, description="guidance of the student, always 1.0 (unguided); the teacher's: --dmd2-teacher-guidance-scale"
     )
     diffusion_step_strategy: Literal["full", "stop_at_random_step"] = Field(
         "stop_at_random_step", description="run every sample to the end, or stop at the step --dmd2-stop-step says"
@@ -142,7 +183,7 @@ class RolloutSection(Section):
     @classmethod
     def _unguided(cls, value: float) -> float:
         if value != 1.0:
-            raise ValueError("guidance is not available yet; leave it at 1.0")
+            raise ValueError("a few-step student is unguided; leave it at 1.0 (teacher: --dmd2-teacher-guidance-scale)")
         return value
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
 
-from miles_dmd2.types import RolloutRequest, RolloutSample, WeightUpdate, WeightVersion
+from miles_dmd2.types import Conditioning, RolloutRequest, RolloutSample, WeightUpdate, WeightVersion
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,6 +49,12 @@ class RolloutEngine(Protocol):
 
     def load_weights(self, update: WeightUpdate, tensors: Mapping[str, Tensor]) -> None:
         """Serve `tensors` from now on, as `update.version`. They are copied: the caller may change them afterwards."""
+
+    def conditioning(self, prompts: Sequence[str]) -> list[Conditioning]:
+        """What the samples of these prompts carry as `cond`, in the order of the prompts; "" is a prompt here.
+
+        Kept for later calls of both methods. Costs no counted student forward. Needs no weights.
+        """
 
     def generate(self, requests: Sequence[RolloutRequest]) -> list[RolloutSample]: ...
 

@@ -121,6 +121,11 @@ class LocalEngine(RolloutEngine):
         self._version, self._checksum = update.version, update.checksum
 
     @torch.no_grad()
+    def conditioning(self, prompts: Sequence[str]) -> list[Conditioning]:
+        self._check_awake()
+        return self._conditioning(prompts)
+
+    @torch.no_grad()
     def generate(self, requests: Sequence[RolloutRequest]) -> list[RolloutSample]:
         self._check_awake()
         if self._version is None:

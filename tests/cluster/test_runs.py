@@ -77,6 +77,38 @@ def test_a_resumed_run_ends_with_the_same_bits(run: Run, base: Finished, workspa
     assert without_clocks(base.rows()) == without_clocks(second.rows())
 
 
+def test_away_from_every_default_a_resumed_run_also_ends_with_the_same_bits(
+    run: Run, base: Finished, workspace: Path
+) -> None:
+    options = {
+        "dmd2_normalizer": "batch",
+        "dmd2_teacher_guidance_scale": 3,
+        "dmd2_negative_prompt": "the digit three",
+        "dmd2_critic_scoring": "original",
+        "dmd2_score_sigma_law": "logit_normal",
+    }
+    whole = run("options", **options)
+    assert whole.code == 0, whole.err
+    for row in whole.rows():
+        assert row["critic/teacher_forwards"] == 16
+        assert row["critic/critic_forwards"] == 16 + 8
+    assert distance(whole.student(), base.student()) > 1e-5
+    first = run("options resumed", num_rollout=2, **options)
+    assert first.code == 0, first.err
+    second = run("options resumed", load=workspace / "options resumed", **options)
+    assert second.code == 0, second.err
+    assert distance(whole.student(), second.student()) == 0.0
+    assert without_clocks(whole.rows()) == without_clocks(second.rows())
+
+
+def test_the_negative_prompt_is_empty_unless_given(run: Run) -> None:
+    """The engine encodes the empty prompt, and the run depends on which prompt it is."""
+    plain = run("empty", num_rollout=1, dmd2_teacher_guidance_scale=3)
+    other = run("not empty", num_rollout=1, dmd2_teacher_guidance_scale=3, dmd2_negative_prompt="the digit three")
+    assert plain.code == other.code == 0, plain.err + other.err
+    assert distance(plain.student(), other.student()) > 1e-6
+
+
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two ranks need two cores")
 def test_two_ranks_and_two_engines_give_the_same_student(run: Run, workspace: Path) -> None:
     """To fp32 rounding. A large AdamW epsilon keeps it from dividing small gradients by small moments."""

@@ -83,6 +83,31 @@ def test_sigmas() -> None:
 
 
 @pytest.mark.parametrize(
+    ("flags", "teacher", "scoring", "cost"),
+    [
+        ("", 4, 0, 2.5 * 5 + 15 + 1 + 3),
+        ("--dmd2-teacher-guidance-scale 4.5", 8, 0, 2.5 * 5 + 15 + 2 + 3),
+        ("--dmd2-critic-scoring original", 4, 4, 2.5 * 5 + 15 + 1 + 1 + 3),
+    ],
+)
+def test_forwards_of_the_scores(flags: str, teacher: int, scoring: int, cost: float) -> None:
+    """Windows of 20 / 5 samples; a guided teacher runs twice, a scoring pass is one forward of the critic more."""
+    plan = plan_of(*flags.split())
+    forwards = plan.forwards_per_update
+    assert (forwards.critic, forwards.teacher, forwards.scoring, forwards.cost) == (20, teacher, scoring, cost)
+    assert (f"and {scoring} to score" in render_plan(plan)) == bool(scoring)
+
+
+def test_score_sigma_of_the_logit_normal_law() -> None:
+    """0.98 is shift_5 of 0.907407, which is 0.924383 of the range, and logit(0.924383) = 2.503361: P(z > that)."""
+    flags = ("--dmd2-score-sigma-law", "logit_normal", "--fsdp-flow-shift", "5")
+    plain = plan_of(*flags).score_sigma
+    assert plain == "logit-normal (0, 1) in [0.02, 0.98], shift 5, clamped (0.6% of the draws at 0.98)"
+    moved = plan_of(*flags, "--dmd2-score-sigma-logit-mean", "2.503361", "--dmd2-score-sigma-logit-std", "0.3")
+    assert moved.score_sigma.endswith("clamped (50.0% of the draws at 0.98)")
+
+
+@pytest.mark.parametrize(
     ("shift", "text"),
     [
         ("1", "uniform in [0.02, 0.98], shift 1"),

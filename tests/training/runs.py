@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from miles_dmd2.algo import sample_score_sigma
 from miles_dmd2.training import ActorTrainer, CriticTrainer, OptimizerSettings, Ranks, TrainerSettings, wanted_ids
 from miles_dmd2.training.batching import TrainInputHook
+from miles_dmd2.training.scoring import Guidance
 from miles_dmd2.training.sharding import full
 from miles_dmd2.types import RolloutSample
-from tests.training.toy import GRID, ToyAdapter, make_sample, make_windows
+from tests.training.toy import GRID, LABELS, ToyAdapter, make_sample, make_windows
 
 NUM_STEPS = len(GRID) - 1
 
@@ -35,6 +38,25 @@ class Setup:
     max_skipped: int = 3
     nan_sample: int | None = None
     hook: TrainInputHook | None = None
+    normalizer: str = "sample"
+    normalizer_eps: float = 1e-6
+    scoring: str = "fused"
+    law: str = "uniform"
+    guidance: float = 1.0
+
+
+# One option of the algorithm each, away from its default.
+OPTIONS = {
+    "batch normalizer": {"normalizer": "batch"},
+    "large eps": {"normalizer_eps": 2.0},
+    "original scoring": {"scoring": "original"},
+    "logit-normal sigma": {"law": "logit_normal"},
+    "guided teacher": {"guidance": 3.0},
+    "x0 space": {"space": "x0"},
+    "eps space": {"space": "eps"},
+    "plain critic": {"told": False},
+}
+UNCOND = {"label": torch.full((LABELS,), 0.25)}
 
 
 def settings(setup: Setup, name: str) -> TrainerSettings:
@@ -57,14 +79,25 @@ def make_critic(ranks: Ranks, setup: Setup, adapter: ToyAdapter | None = None) -
         adapter.load_transformer(),
         adapter.load_transformer(),
         ranks,
+        score_sigma=partial(sample_score_sigma, lo=0.02, hi=0.98, law=setup.law),
         loss_space=setup.space,
+        scoring=setup.scoring,
+        guidance=None if setup.guidance == 1 else Guidance(setup.guidance, UNCOND),
         told_stop_steps=NUM_STEPS if setup.told else None,
     )
 
 
 def make_actor(ranks: Ranks, setup: Setup, adapter: ToyAdapter | None = None) -> ActorTrainer:
     adapter = adapter or ToyAdapter()
-    return ActorTrainer(settings(setup, "actor"), adapter, adapter.load_transformer(), ranks, ema_decay=setup.decay)
+    return ActorTrainer(
+        settings(setup, "actor"),
+        adapter,
+        adapter.load_transformer(),
+        ranks,
+        ema_decay=setup.decay,
+        normalizer=setup.normalizer,
+        normalizer_eps=setup.normalizer_eps,
+    )
 
 
 def windows_of(setup: Setup, rollout_id: int) -> tuple[tuple[int, ...], ...]:

@@ -89,6 +89,41 @@ def test_metrics_are_those_of_the_formulas(ranks: Ranks) -> None:
         assert metrics[name] == pytest.approx(float(value), rel=1e-9), name
 
 
+def own_x0(actor: ActorTrainer) -> list[RolloutSample]:
+    """Samples whose x0 is the student's own, as those of a rollout are."""
+    x0, _, _ = by_hand(actor)
+    return [replace(s, x0=x0[n].detach()) for n, s in enumerate(samples_of(SETUP, 0, WINDOW[0]))]
+
+
+@pytest.mark.parametrize("eps", [1e-6, 3.0])
+@pytest.mark.parametrize("kind", ["sample", "batch"])
+def test_the_normalizer_is_of_each_sample_or_of_the_window(ranks: Ranks, kind: str, eps: float) -> None:
+    """dmd_loss = mean (gap / N)^2 / 2 with N written out; where N is below eps it is eps, and counted."""
+    setup = replace(SETUP, micro=3, normalizer=kind, normalizer_eps=eps)
+    fresh = make_actor(ranks, SETUP)
+    _, gradient, of_each = by_hand(fresh)
+    gap = gradient * of_each.view(-1, 1, 1)
+    n = of_each if kind == "sample" else of_each.mean().expand(8)
+    expected = 0.5 * (gap / n.clamp(min=eps).view(-1, 1, 1)).square().mean()
+    metrics = make_actor(ranks, setup).train(0, WINDOW, own_x0(fresh), [fake_scores(WINDOW[0])])
+    assert metrics["dmd_loss"] == pytest.approx(expected.item(), rel=1e-9)
+    assert metrics["dmd2_degenerate_samples"] == (n < eps).sum()
+    assert eps < 1 or (of_each < eps).sum() > 0
+
+
+def test_a_batch_normalizer_of_each_micro_batch_would_be_another(ranks: Ranks) -> None:
+    """Why it is taken over the whole window beforehand (DMD2.md 1.5)."""
+    fresh = make_actor(ranks, SETUP)
+    _, gradient, of_each = by_hand(fresh)
+    gap = gradient * of_each.view(-1, 1, 1)
+    cut = torch.cat([part.mean().expand(len(part)) for part in of_each.split(3)])
+    mutation = 0.5 * (gap / cut.view(-1, 1, 1)).square().mean()
+    metrics = make_actor(ranks, replace(SETUP, micro=3, normalizer="batch")).train(
+        0, WINDOW, own_x0(fresh), [fake_scores(WINDOW[0])]
+    )
+    assert abs(metrics["dmd_loss"] - mutation.item()) > 1e-4
+
+
 def test_steps_without_samples_log_nothing(ranks: Ranks) -> None:
     window = ((0, 4, 1, 5),)  # stop steps 0 and 1
     samples = samples_of(SETUP, 0, window[0])
