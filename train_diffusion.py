@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from miles_dmd2.checkpointing import CheckpointError, IntervalCheckpoints, Manifest, package_versions, read_manifest
 from miles_dmd2.config import (
@@ -31,7 +31,7 @@ from miles_dmd2.config import (
     resume_conflicts,
 )
 from miles_dmd2.data.prompts import load_prompts
-from miles_dmd2.data.requests import TrainingRequests, eval_requests, grid
+from miles_dmd2.data.requests import TrainingRequests, eval_requests, explicit_grid, grid
 from miles_dmd2.evaluation import FixedEvaluation, NoEvaluation
 from miles_dmd2.models.registry import known_pipeline_classes
 from miles_dmd2.observability import RunError, Sink, SinkGroup, logger
@@ -39,6 +39,9 @@ from miles_dmd2.sinks.console import ConsoleSink
 from miles_dmd2.sinks.jsonl import JsonlSink
 from miles_dmd2.sinks.summary import summary
 from miles_dmd2.sinks.wandb import WandbSink
+
+if TYPE_CHECKING:
+    from miles_dmd2.models.export import StudentSampling
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
@@ -171,8 +174,7 @@ def train_and_export(
             tensors = fetch(update, config.cluster.phase_timeout)
             directory = run_dir / f"student_{kind}"
             shutil.rmtree(directory, ignore_errors=True)  # of the run that this one continues
-            steps, shift = config.rollout.diffusion_num_steps, config.rollout.diffusion_flow_shift
-            adapter.export_pipeline(tensors, steps, shift, directory)
+            adapter.export_pipeline(tensors, student_sampling(config), directory)
     write_json(run_dir / "summary.json", summary(run_dir / "metrics.jsonl", config, trainers, plan))
 
 
@@ -182,19 +184,37 @@ def training_requests(config: Config, plan: Plan) -> TrainingRequests:
         prompts_per_rollout=config.rollout.rollout_batch_size,
         samples_per_prompt=config.rollout.n_samples_per_prompt,
         num_windows=plan.windows,
-        sigmas=grid(config.rollout.diffusion_num_steps, config.rollout.diffusion_flow_shift),
+        sigmas=student_grid(config),
         stop_law=config.stop_law,
         seed=config.rollout_seed,
+        sample_type=config.algorithm.dmd2_student_sample_type,
     )
+
+
+def student_grid(config: Config) -> tuple[float, ...]:
+    """The student's sigmas `[N+1]`, exact in fp32: the same for rollouts, evals and export."""
+    own = config.explicit_sigmas
+    return explicit_grid(own) if own else grid(config.num_steps, config.rollout.diffusion_flow_shift)
+
+
+def student_sampling(config: Config) -> StudentSampling:
+    from miles_dmd2.models.export import StudentSampling
+
+    shift = None if config.explicit_sigmas else config.rollout.diffusion_flow_shift
+    return StudentSampling(student_grid(config), shift, config.algorithm.dmd2_student_sample_type)
 
 
 def evaluation(config: Config) -> FixedEvaluation | NoEvaluation:
     section = config.evaluation
     if section.eval_prompt_data is None:
         return NoEvaluation()
-    sigmas = grid(config.rollout.diffusion_num_steps, config.rollout.diffusion_flow_shift)
-    prompts = load_prompts(section.eval_prompt_data)
-    requests = eval_requests(prompts, section.eval_samples_per_prompt, sigmas, config.rollout_seed)
+    requests = eval_requests(
+        load_prompts(section.eval_prompt_data),
+        section.eval_samples_per_prompt,
+        student_grid(config),
+        config.rollout_seed,
+        config.algorithm.dmd2_student_sample_type,
+    )
     return FixedEvaluation(requests, interval=config.eval_every, last=config.rollout.num_rollout)
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 WeightKind = Literal["raw", "ema"]
 Role = Literal["critic", "actor"]
+SampleType = Literal["ode", "sde"]
 
 # One sample's conditioning as its model family defines it: tensors without a batch axis, by name.
 Conditioning = Mapping[str, "Tensor"]
@@ -34,7 +35,10 @@ class WeightVersion:
 
 @dataclass(frozen=True, slots=True)
 class RolloutRequest:
-    """One sample to generate. `sigmas` are the N+1 fp32 grid values (terminal 0 included) as Python floats."""
+    """One sample to generate. `sigmas` are the N+1 fp32 grid values (terminal 0 included) as Python floats.
+
+    sample_type: how it hops from step to step, by Euler or by noising x0 afresh.
+    """
 
     sample_id: int
     prompt: str
@@ -42,6 +46,7 @@ class RolloutRequest:
     sigmas: tuple[float, ...]
     stop_step: int
     decode: bool = False
+    sample_type: SampleType = "ode"
 
 
 @dataclass(frozen=True, slots=True)

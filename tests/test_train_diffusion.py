@@ -99,7 +99,7 @@ CASES = {
     "taken directory": (taken_run_dir, ["--run-dir", "holds another run", "--load"]),
     "no checkpoint": (changed(load="/nowhere"), ["--load /nowhere", "no such directory"]),
     "canvas": (changed(diffusion_height=33), ["--diffusion-height 33", "32"]),
-    "not yet: sde": (changed(dmd2_student_sample_type="sde"), ["sde", "not available"]),
+    "sigmas": (changed(diffusion_sigmas="1,2"), ["--diffusion-sigmas 1,2", "decrease"]),
     "not yet: sglang": (changed(rollout_engine="sglang"), ["sglang", "not available"]),
 }
 

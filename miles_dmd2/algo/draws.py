@@ -81,6 +81,12 @@ def normal_batch(keys: Sequence[int], shape: Sequence[int]) -> Tensor:
     return torch.stack([normal(key, shape) for key in keys])
 
 
+def normal_stream(seed: int, shape: Sequence[int], count: int) -> Tensor:
+    """`[count, *shape]` fp32: the first `count` draws of one CPU `torch.Generator`; row 0 is `normal(seed, shape)`."""
+    generator = torch.Generator().manual_seed(_checked(seed))
+    return torch.stack([torch.randn(tuple(shape), generator=generator, dtype=torch.float32) for _ in range(count)])
+
+
 def initial_noise(seed: int, shape: Sequence[int]) -> Tensor:
     """The initial noise of the sample with this `sample_seed`, `[*shape]`; a rollout starts at sigmas[0] times it."""
     return normal(seed, shape)

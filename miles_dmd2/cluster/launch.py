@@ -99,7 +99,7 @@ def trainer_job(config: Config, spec: TrainerSpec, worker: WorkerSettings) -> Tr
         worker=worker,
         spec=replace(spec, checkpoint=spec.checkpoint.resolve()),
         seed=config.run.seed,
-        num_steps=config.rollout.diffusion_num_steps,
+        num_steps=config.num_steps,
         critic_loss_space=algorithm.dmd2_critic_loss_space,
         tell_stop_step=algorithm.dmd2_critic_conditioning == "stop_step",
         score_sigma_range=algorithm.dmd2_score_sigma_range,

@@ -65,6 +65,7 @@ class Plan:
     engine_placement: str
     engine_batch_size: int
     student_steps: int
+    sample_type: str
     sigmas: tuple[float, ...]
     stop_law: str
     score_sigma: str
@@ -93,8 +94,9 @@ def build_plan(config: Config, trainers: Sequence[TrainerSpec]) -> Plan:
         engines=rollout.rollout_num_engines,
         engine_placement=_placement(rollout.rollout_num_engines, per_node),
         engine_batch_size=rollout.rollout_engine_batch_size,
-        student_steps=rollout.diffusion_num_steps,
-        sigmas=student_sigmas(rollout.diffusion_num_steps, rollout.diffusion_flow_shift),
+        student_steps=config.num_steps,
+        sample_type=config.algorithm.dmd2_student_sample_type,
+        sigmas=config.explicit_sigmas or student_sigmas(config.num_steps, rollout.diffusion_flow_shift),
         stop_law=config.stop_law,
         score_sigma=_score_sigma(config),
         groups=tuple(_group(trainer, per_node) for trainer in trainers),
@@ -141,7 +143,7 @@ def _placement(count: int, per_node: int) -> str:
 
 
 def _forwards(config: Config, trainers: Sequence[TrainerSpec]) -> ForwardPlan:
-    samples, steps = config.samples_per_rollout, config.rollout.diffusion_num_steps
+    samples, steps = config.samples_per_rollout, config.num_steps
     engine = samples * (float(steps) if config.stop_law == "full" else (steps + 1) / 2)
     critic = sum(t.window_size * t.num_steps_per_rollout for t in trainers if t.role == "critic")
     student = sum(t.window_size * t.num_steps_per_rollout for t in trainers if t.role == "actor")
@@ -173,7 +175,7 @@ def _score_sigma(config: Config) -> str:
 
 
 def _notes(config: Config, critic: TrainerSpec) -> tuple[str, ...]:
-    random_stop = config.stop_law != "full" and config.rollout.diffusion_num_steps > 1
+    random_stop = config.stop_law != "full" and config.num_steps > 1
     told = config.algorithm.dmd2_critic_conditioning == "stop_step"
     notes = []
     if random_stop and not told:
@@ -187,6 +189,11 @@ def _notes(config: Config, critic: TrainerSpec) -> tuple[str, ...]:
         )
     if critic.num_steps_per_rollout == 1:
         notes.append("the critic takes one step per student step; DMD2 takes several (5): --num-steps-per-rollout")
+    if config.explicit_sigmas and config.explicit_sigmas[0] != 1:
+        notes.append(
+            f"--diffusion-sigmas starts at {config.explicit_sigmas[0]:g}: rollouts scale the initial noise by it, "
+            "plain diffusers pipelines do not"
+        )
     if config.rollout_seed != config.run.seed:
         notes.append(
             f"--rollout-seed {config.rollout_seed} is not --seed {config.run.seed}: runs that differ in --seed alone "
@@ -205,7 +212,8 @@ def render_plan(plan: Plan) -> str:
     lines = [
         f"Plan: {plan.rollouts} rollouts of {plan.samples_per_rollout} samples ({plan.prompts_per_rollout} prompts x "
         f"{plan.samples_per_prompt}), in {plan.windows} windows of {plan.window_size}",
-        f"  student      {plan.student_steps} steps, sigmas {shown}, 0; stop step {plan.stop_law}",
+        f"  student      {plan.student_steps} steps, sigmas {shown}, 0; stop step {plan.stop_law}, "
+        f"{plan.sample_type} hops",
         f"  score sigma  {plan.score_sigma}",
         f"  engines      {plan.engines} {plan.engine} on {plan.engine_placement}; batches of {plan.engine_batch_size}",
     ]

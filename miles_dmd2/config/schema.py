@@ -6,11 +6,16 @@ Field names are unique over all sections, because flags and YAML keys are flat. 
 from __future__ import annotations
 
 import os
+import struct
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
+DEFAULT_STEPS = 4
+LARGEST_GRID = 1000
 LARGEST = 2**31 - 1
 LARGEST_SEED = 2**63 - 1
 PositiveInt = Annotated[int, Field(gt=0, le=LARGEST)]
@@ -23,7 +28,6 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 # Values that documents and other versions know, and this one does not: refused with a reason, never ignored.
 NOT_AVAILABLE = {
-    ("dmd2_student_sample_type", "sde"): "not available yet; use ode",
     ("rollout_engine", "sglang"): "not available in this version; use local",
 }
 
@@ -74,12 +78,13 @@ class AlgorithmSection(Section):
     title: ClassVar[str] = "DMD2"
 
     loss_type: Literal["dmd2"] = Field("dmd2", description="training objective")
-    dmd2_student_sample_type: Literal["ode"] = Field(
-        "ode", description="transition between student steps during backward simulation (sde is not available yet)"
+    dmd2_student_sample_type: Literal["ode", "sde"] = Field(
+        "ode", description="hop between student steps, in training and evals: Euler, or x0 noised afresh (published)"
     )
-    dmd2_stop_step: Literal["per_sample", "shared", "last"] = Field(
+    dmd2_stop_step: Literal["per_sample", "shared", "last", "round_robin"] = Field(
         "per_sample",
-        description="with stop_at_random_step: one draw per sample, one per rollout, or always the last step",
+        description="with stop_at_random_step: one draw per sample, one per rollout, always the last step, or "
+        "the steps in turn",
     )
     dmd2_critic_loss_space: Literal["velocity", "x0", "eps"] = Field(
         "velocity", description="space of the critic's squared error (x0 weighs it by sigma^2, eps by (1-sigma)^2)"
@@ -163,7 +168,14 @@ class RolloutSection(Section):
     global_batch_size: PositiveInt | None = Field(
         None, description="samples per rollout; must equal rollout-batch-size x n-samples-per-prompt (default: it)"
     )
-    diffusion_num_steps: Annotated[int, Field(gt=0, le=1000)] = Field(4, description="student steps N")
+    diffusion_num_steps: Annotated[int, Field(gt=0, le=LARGEST_GRID)] | None = Field(
+        None, description="student steps N (default: 4, or as many as --diffusion-sigmas has)"
+    )
+    diffusion_sigmas: str | None = Field(
+        None,
+        description="the student's grid itself, N decreasing sigmas in (0, 1] and perhaps the terminal 0, as "
+        "1,0.94,0.83,0.62 (default: from --diffusion-num-steps and --diffusion-flow-shift)",
+    )
     diffusion_flow_shift: PositiveFloat = Field(1.0, description="shift of the student's sigma grid")
     diffusion_guidance_scale: float = Field(
         1.0, description="guidance of the student, always 1.0 (unguided); the teacher's: --dmd2-teacher-guidance-scale"
@@ -178,6 +190,14 @@ class RolloutSection(Section):
     rollout_engine_batch_size: PositiveInt = Field(64, description="samples per student forward in the local engine")
     rm_type: Literal["none"] = Field("none", description="reward: none (constant 0, no scorer, no decode in training)")
     rollout_seed: Seed | None = Field(None, description="seed of prompt order, noise and stop steps (default: --seed)")
+
+    @field_validator("diffusion_sigmas", mode="before")
+    @classmethod
+    def _written_alike(cls, value: object) -> object:
+        if value is None:
+            return None
+        parts = value if isinstance(value, list | tuple) else str(value).split(",")
+        return ",".join(f"{sigma:.9g}" for sigma in parse_sigmas([str(part) for part in parts])[:-1])
 
     @field_validator("diffusion_guidance_scale")
     @classmethod
@@ -330,11 +350,23 @@ class Config(BaseModel):
         return self.cluster.num_gpus_per_node or self.cluster.actor_num_gpus_per_node
 
     @property
+    def explicit_sigmas(self) -> tuple[float, ...] | None:
+        """The `[N+1]` values of --diffusion-sigmas, terminal 0 included."""
+        text = self.rollout.diffusion_sigmas
+        return None if text is None else parse_sigmas(text.split(","))
+
+    @property
+    def num_steps(self) -> int:
+        """The student's N."""
+        own = self.explicit_sigmas
+        return len(own) - 1 if own else self.rollout.diffusion_num_steps or DEFAULT_STEPS
+
+    @property
     def score_shift(self) -> float:
         return parse_flow_shift(self.algorithm.fsdp_flow_shift)
 
     @property
-    def stop_law(self) -> Literal["full", "per_sample", "shared"]:
+    def stop_law(self) -> Literal["full", "per_sample", "shared", "round_robin"]:
         """--diffusion-step-strategy and --dmd2-stop-step in one word."""
         law = self.algorithm.dmd2_stop_step
         return "full" if self.rollout.diffusion_step_strategy == "full" or law == "last" else law
@@ -355,7 +387,11 @@ class Config(BaseModel):
             update={
                 "algorithm": self.algorithm.model_copy(update={"dmd2_stop_step": law}),
                 "rollout": self.rollout.model_copy(
-                    update={"global_batch_size": self.samples_per_rollout, "rollout_seed": self.rollout_seed}
+                    update={
+                        "global_batch_size": self.samples_per_rollout,
+                        "rollout_seed": self.rollout_seed,
+                        "diffusion_num_steps": self.num_steps,
+                    }
                 ),
                 "cluster": self.cluster.model_copy(update={"num_gpus_per_node": self.devices_per_node}),
                 "run": self.run.model_copy(
@@ -368,6 +404,8 @@ class Config(BaseModel):
     def _cross_section(self) -> Config:
         self._check_batch()
         self._check_stop_step()
+        self._check_grid()
+        check_engine(self.rollout.rollout_engine, self.algorithm)
         self._check_evaluation()
         self._check_placement()
         return self
@@ -388,6 +426,21 @@ class Config(BaseModel):
             raise ValueError(
                 f"--dmd2-stop-step {law}: has no effect with --diffusion-step-strategy full, which always runs to the "
                 f"last step; leave it out, or use --diffusion-step-strategy stop_at_random_step"
+            )
+
+    def _check_grid(self) -> None:
+        rollout, own = self.rollout, self.explicit_sigmas
+        if own is None:
+            return
+        if rollout.diffusion_flow_shift != 1:
+            raise ValueError(
+                f"--diffusion-flow-shift {rollout.diffusion_flow_shift:g}: is not applied to --diffusion-sigmas "
+                f"{rollout.diffusion_sigmas}, which is the grid itself; leave one of them out"
+            )
+        if rollout.diffusion_num_steps not in (None, len(own) - 1):
+            raise ValueError(
+                f"--diffusion-num-steps {rollout.diffusion_num_steps}: --diffusion-sigmas {rollout.diffusion_sigmas} "
+                f"has {len(own) - 1} steps; leave it out or set {len(own) - 1}"
             )
 
     def _check_evaluation(self) -> None:
@@ -417,6 +470,30 @@ class Config(BaseModel):
                 f"{cluster.actor_num_nodes} x --actor-num-gpus-per-node {cluster.actor_num_gpus_per_node}; "
                 f"use {self.num_ranks} or fewer"
             )
+
+
+def parse_sigmas(parts: Sequence[str]) -> tuple[float, ...]:
+    """N or N + 1 numbers as the grid `[N + 1]`. ValueError: not numbers in [0, 1] that decrease, also in fp32."""
+    try:
+        sigmas = [float(part) for part in parts]
+    except ValueError:
+        raise ValueError("must be numbers with commas between them, for example 1,0.94,0.83,0.62") from None
+    sigmas = sigmas if sigmas[-1] == 0 else [*sigmas, 0.0]
+    rounded = [struct.unpack("f", struct.pack("f", sigma))[0] if abs(sigma) <= 1 else sigma for sigma in sigmas]
+    if not (2 <= len(sigmas) <= LARGEST_GRID + 1 and 0 < rounded[0] <= 1):
+        raise ValueError(f"must be 1 to {LARGEST_GRID} sigmas in (0, 1], the largest first")
+    if not all(here > there for here, there in pairwise(rounded)):
+        raise ValueError("must decrease from one sigma to the next, at most to a terminal 0")
+    return tuple(sigmas)
+
+
+def check_engine(engine: str, algorithm: AlgorithmSection) -> None:
+    """ValueError: what only the local engine can do yet."""
+    if engine != "local" and algorithm.dmd2_student_sample_type == "sde":
+        raise ValueError(
+            f"--dmd2-student-sample-type sde: not available with --rollout-engine {engine} yet; use ode, or "
+            "--rollout-engine local"
+        )
 
 
 def parse_flow_shift(text: str) -> float:

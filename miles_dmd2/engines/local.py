@@ -143,7 +143,7 @@ class LocalEngine(RolloutEngine):
     def _run(
         self, requests: Sequence[RolloutRequest], conds: Sequence[Conditioning], version: WeightVersion
     ) -> list[RolloutSample]:
-        """One batch of one grid and one stop step."""
+        """One batch of one grid, stop step and kind of hop."""
         noise = torch.stack([self._adapter.initial_noise(request.seed) for request in requests]).to(self._device)
         sigmas = torch.tensor(requests[0].sigmas, dtype=torch.float32)
         cond = self._on_device(conds)
@@ -152,7 +152,8 @@ class LocalEngine(RolloutEngine):
             self._forwards += x.shape[0]
             return self._adapter.velocity(self._transformer, x, sigma, cond)
 
-        x_k, x0 = rollout(velocity, noise, sigmas, requests[0].stop_step)
+        hops = self._hop_noise(requests) if requests[0].sample_type == "sde" else None
+        x_k, x0 = rollout(velocity, noise, sigmas, requests[0].stop_step, hop_noise=hops)
         media = self._decode(x0, [i for i, request in enumerate(requests) if request.decode])
         return [
             RolloutSample(
@@ -169,6 +170,11 @@ class LocalEngine(RolloutEngine):
             )
             for i, request in enumerate(requests)
         ]
+
+    def _hop_noise(self, requests: Sequence[RolloutRequest]) -> Tensor:
+        """`[stop step, batch, *latent]`, each sample's from its own seed."""
+        rows = [self._adapter.hop_noise(request.seed, request.stop_step) for request in requests]
+        return torch.stack(rows, dim=1).to(self._device)
 
     def _decode(self, x0: Tensor, rows: Sequence[int]) -> dict[int, Tensor]:
         """Media of the batch's rows that asked for them; the VAE does not run for the others."""
@@ -241,10 +247,10 @@ class LocalEngine(RolloutEngine):
 
 
 def _batches(requests: Sequence[RolloutRequest], size: int) -> Iterator[list[int]]:
-    """Indices of requests that run together: one grid and one stop step, in request order, at most `size`."""
-    groups: dict[tuple[tuple[float, ...], int], list[int]] = {}
+    """Indices of requests that run together: one grid, stop step and hop, in request order, at most `size`."""
+    groups: dict[object, list[int]] = {}
     for index, request in enumerate(requests):
-        groups.setdefault((tuple(request.sigmas), request.stop_step), []).append(index)
+        groups.setdefault((tuple(request.sigmas), request.stop_step, request.sample_type), []).append(index)
     for indices in groups.values():
         for start in range(0, len(indices), size):
             yield indices[start : start + size]

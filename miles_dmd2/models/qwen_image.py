@@ -17,10 +17,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from miles_dmd2.algo import initial_noise, key_seed, normal, sigma_grid
+from miles_dmd2.algo import initial_noise, key_seed, normal
 from miles_dmd2.models.base import Components, ModelAdapter
 from miles_dmd2.models.checkpoint import FLAG, positive_int, read_config
-from miles_dmd2.models.export import static_shift_scheduler, write_pipeline
+from miles_dmd2.models.export import StudentSampling, flow_match_scheduler, write_pipeline
 from miles_dmd2.models.offload import own_storage
 from miles_dmd2.models.planar import decode_frame
 from miles_dmd2.models.qwen_image_serving import EMBEDS, QwenImageServing
@@ -246,20 +246,19 @@ class QwenImageAdapter(ModelAdapter):
             if name.startswith(last + part)
         }
 
-    def export_pipeline(self, weights: Mapping[str, Tensor], num_steps: int, shift: float, directory: Path) -> None:
+    def export_pipeline(self, weights: Mapping[str, Tensor], sampling: StudentSampling, directory: Path) -> None:
         """`QwenImagePipeline.from_pretrained(directory)(prompt, num_inference_steps=num_steps)` is then the student.
 
-        student.json says how to sample it. ValueError: the directory exists, or the weights do not fit.
+        A student with a grid of its own also takes `sigmas=`, those of student.json without the last. ValueError: the
+        directory exists, or the weights do not fit.
         """
         student = {
-            "num_inference_steps": num_steps,
-            "shift": shift,
-            "sigmas": sigma_grid(num_steps, shift).tolist(),
+            **sampling.described(),
             "true_cfg_scale": 1.0,
             "height": self.height,
             "width": self.width,
         }
-        write_pipeline(self.checkpoint, "transformer", weights, static_shift_scheduler(shift), student, directory)
+        write_pipeline(self.checkpoint, "transformer", weights, flow_match_scheduler(sampling), student, directory)
 
 
 def vae_scale_factor(vae_config: Mapping[str, Any]) -> int:

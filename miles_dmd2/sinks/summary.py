@@ -27,7 +27,7 @@ def summary(metrics: Path, config: Config, trainers: Sequence[TrainerSpec], plan
     phases = ("sync", "generate", *(spec.name for spec in trainers))
     evals = [row for row in rows if any(key.startswith("eval/") for key in row)]
     return {
-        "steps": config.rollout.diffusion_num_steps,
+        "steps": config.num_steps,
         "seed": config.run.seed,
         "rollouts": len(trained),
         "train_seconds": sum(row.get(f"time/{phase}", 0.0) for row in trained for phase in phases),

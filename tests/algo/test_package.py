@@ -80,6 +80,11 @@ REFUSED = [
         r"stop_step must be integer, got torch.float32",
     ),
     (lambda: algo.rollout(torch.add, X, GRID[:-1], 0), r"sigmas must decrease to a terminal 0, got"),
+    (
+        lambda: algo.rollout(torch.add, X, GRID, 2, hop_noise=X[None]),
+        r"hop_noise must be \[at least 2, 3, 4\]",
+    ),
+    (lambda: algo.rollout(torch.add, X, GRID, 1, hop_noise=X), r"hop_noise must be \[at least 1, 3, 4\], got"),
     (lambda: algo.rollout(torch.add, X, GRID.flip(0), 0), r"sigmas must decrease to a terminal 0, got"),
     (lambda: algo.rollout(torch.add, X, GRID[-1:], 0), r"sigmas must be \[N \+ 1\] with N >= 1, got shape \[1\]"),
     (lambda: algo.rollout(torch.add, X, 1000 * GRID, 0), r"sigma must be in \[0, 1\]"),

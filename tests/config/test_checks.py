@@ -17,6 +17,7 @@ from miles_dmd2.config.checks import (
     find_checkpoint,
     safetensors_fault,
 )
+from miles_dmd2.config.schema import AlgorithmSection, check_engine
 
 KNOWN = {"QwenImagePipeline", "WanPipeline"}
 
@@ -245,3 +246,10 @@ def test_packages_and_metric_files(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     check_packages(run(*metrics, f"{tmp_path}/m.py:figures").config)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "--use-wandb: the package wandb" in refusal(lambda: check_packages(run("--use-wandb").config))
+
+
+def test_what_only_the_local_engine_can_do_is_refused_with_another() -> None:
+    with pytest.raises(ValueError, match="--dmd2-student-sample-type sde: not available with --rollout-engine sglang"):
+        check_engine("sglang", AlgorithmSection(dmd2_student_sample_type="sde"))
+    check_engine("sglang", AlgorithmSection())
+    check_engine("local", AlgorithmSection(dmd2_student_sample_type="sde"))

@@ -77,6 +77,17 @@ def test_checkpoints(interval: str, count: int) -> None:
     assert plan_of().checkpoints == 1
 
 
+@pytest.mark.parametrize("text", ["1,0.757,0.522", "1, 0.757, 0.522, 0", "[1, 0.757, 0.522]"])
+def test_an_explicit_grid_is_taken_as_it_is(text: str, write: Write) -> None:
+    plan = plan_of("--config", str(write(f"diffusion-sigmas: {text}\n")))
+    assert plan.sigmas == (1.0, 0.757, 0.522, 0.0)
+    assert plan.student_steps == 3
+    assert plan.forwards_per_update.engine == 20 * 2
+    config = run("--diffusion-sigmas", "1,0.757,0.522").config
+    assert flatten(config.resolved())["diffusion_num_steps"] == 3
+    assert config.resolved().explicit_sigmas == config.explicit_sigmas == (1.0, 0.757, 0.522, 0.0)
+
+
 def test_sigmas() -> None:
     assert student_sigmas(1, 5.0) == (1.0, 0.0)
     assert student_sigmas(4, 1.0) == (1.0, 0.75, 0.5, 0.25, 0.0)
@@ -129,6 +140,7 @@ def test_score_sigma(shift: str, text: str) -> None:
         ("--dmd2-critic-conditioning stop_step --dmd2-stop-step last", "tells the critic a constant"),
         ("--diffusion-num-steps 1 --num-steps-per-rollout 1", "one step per student step"),
         ("--diffusion-num-steps 1 --rollout-seed 4", "--rollout-seed 4 is not --seed 0"),
+        ("--diffusion-sigmas 0.999", "rollouts scale the initial noise by it"),
         ("--diffusion-num-steps 1 --save elsewhere", "checkpoints go to --save elsewhere"),
     ],
 )

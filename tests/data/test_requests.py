@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
-from miles_dmd2.data.requests import TrainingRequests, eval_requests, grid
+from miles_dmd2.config.clock import StudentClock
+from miles_dmd2.data.requests import TrainingRequests, eval_requests, explicit_grid, grid
 
 PROMPTS = [f"prompt {i}" for i in range(7)]
 
@@ -45,6 +47,28 @@ def test_a_shared_stop_step_is_one_per_rollout_and_covers_all_steps() -> None:
     per_rollout = [{r.stop_step for window in source(i) for r in window} for i in range(60)]
     assert all(len(steps) == 1 for steps in per_rollout)
     assert set.union(*per_rollout) == {0, 1, 2, 3}
+
+
+def test_round_robin_takes_the_steps_in_turn_by_the_student_s_clock() -> None:
+    """With a student step on every second rollout, the student still sees all steps: 0 1 2 3 0 1."""
+    source = training("round_robin")
+    assert [{r.stop_step for window in source(i) for r in window} for i in range(6)] == [{0}, {1}, {2}, {3}, {0}, {1}]
+    clock = StudentClock(warmup=1, interval=2)
+    slow = replace(source, clock=clock)
+    due = [i for i in range(13) if clock.due(i)]
+    assert due == [2, 4, 6, 8, 10, 12]
+    assert [slow(i)[0][0].stop_step for i in due] == [0, 1, 2, 3, 0, 1]
+
+
+def test_every_request_says_how_its_sample_hops() -> None:
+    flat = [r for window in replace(training(), sample_type="sde")(0) for r in window]
+    flat += eval_requests(["a"], 1, grid(4, 1.0), 3, "sde")
+    assert {r.sample_type for r in flat} == {"sde"}
+
+
+def test_an_explicit_grid_is_rounded_to_fp32() -> None:
+    """0.757 in fp32 is 0.75700002908..., what an engine computes with (DMD2.md 4, item 26)."""
+    assert explicit_grid((1.0, 0.757, 0.0)) == (1.0, 0.7570000290870667, 0.0)
 
 
 @pytest.mark.parametrize("steps", [1, 4])
