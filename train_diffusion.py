@@ -29,6 +29,7 @@ from miles_dmd2.config import (
     plan_yaml,
     render_plan,
     resume_conflicts,
+    student_clock,
 )
 from miles_dmd2.data.prompts import load_prompts
 from miles_dmd2.data.requests import TrainingRequests, eval_requests, explicit_grid, grid
@@ -162,12 +163,13 @@ def train_and_export(
         write_json(run_dir / "run.json", {"options": options(config), "arguments": list(arguments)})
         weights = train(
             range(start, rollouts),
-            training_requests(config, plan),
+            training_requests(config, trainers, plan),
             engines,
             groups,
             evaluation(config),
             checkpoints,
             sinks(config, start),
+            student_clock(config, trainers),
         )
         adapter = build_adapter(config.model.hf_checkpoint, config.model.diffusion_height, config.model.diffusion_width)
         for kind, update in weights.items():
@@ -178,7 +180,7 @@ def train_and_export(
     write_json(run_dir / "summary.json", summary(run_dir / "metrics.jsonl", config, trainers, plan))
 
 
-def training_requests(config: Config, plan: Plan) -> TrainingRequests:
+def training_requests(config: Config, trainers: Sequence[TrainerSpec], plan: Plan) -> TrainingRequests:
     return TrainingRequests(
         prompts=load_prompts(config.rollout.prompt_data),
         prompts_per_rollout=config.rollout.rollout_batch_size,
@@ -188,6 +190,7 @@ def training_requests(config: Config, plan: Plan) -> TrainingRequests:
         stop_law=config.stop_law,
         seed=config.rollout_seed,
         sample_type=config.algorithm.dmd2_student_sample_type,
+        clock=student_clock(config, trainers),
     )
 
 

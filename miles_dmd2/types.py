@@ -123,11 +123,15 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class RolloutBatch:
-    """One rollout, cut into the critic's windows in sample-id order. The actor reads the last window only."""
+    """One rollout, cut into the critic's windows in sample-id order. The actor reads the last window only.
+
+    student_step: whether the student takes a step on it, so whether its last window is scored.
+    """
 
     rollout_id: int
     weight_version: WeightVersion
     windows: tuple[tuple[Chunk, ...], ...]
+    student_step: bool = True
 
     @property
     def sample_ids(self) -> tuple[int, ...]:

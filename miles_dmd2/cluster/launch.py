@@ -111,6 +111,7 @@ def trainer_job(config: Config, spec: TrainerSpec, worker: WorkerSettings) -> Tr
         normalizer=algorithm.dmd2_normalizer,
         normalizer_eps=algorithm.dmd2_normalizer_eps,
         student_ema_decay=algorithm.student_ema_decay,
+        student_ema_start=algorithm.student_ema_start,
         max_skipped_steps=config.run.max_skipped_steps,
         start_timeout=config.cluster.start_timeout,
         collective_timeout=config.cluster.phase_timeout,

@@ -61,6 +61,7 @@ class TrainerJob:
     normalizer: Literal["sample", "batch"]
     normalizer_eps: float
     student_ema_decay: float
+    student_ema_start: int
     max_skipped_steps: int
     start_timeout: float
     collective_timeout: float

@@ -95,6 +95,7 @@ class TrainerWorker:
         windows: Windows,
         chunks: Sequence[Chunk],
         external: Sequence[Any],
+        student_step: bool,
     ) -> tuple[dict[str, float], PackedScores | None]:
         """Two values (`num_returns`): metrics for the driver, scores for whoever is handed them.
 
@@ -107,7 +108,7 @@ class TrainerWorker:
                 f"rollout {rollout_id} was to be of {version}, samples are of {', '.join(sorted(foreign))}"
             )
         if isinstance(self._trainer, CriticTrainer):
-            metrics, scores = self._trainer.train(rollout_id, windows, samples)
+            metrics, scores = self._trainer.train(rollout_id, windows, samples, score=student_step)
             return metrics, pack_scores(scores)
         handed = [unpack_scores(packed) for packed in ray.get(list(external)) if packed is not None]
         return self._trainer.train(rollout_id, windows, samples, handed), None
@@ -183,7 +184,9 @@ class RayTrainerGroup:
         metrics, scores = [], []
         for worker in self._workers:
             task = worker.train.options(num_returns=2)
-            of_rank, scored = task.remote(batch.rollout_id, batch.weight_version, ids, chunks, handed)
+            of_rank, scored = task.remote(
+                batch.rollout_id, batch.weight_version, ids, chunks, handed, batch.student_step
+            )
             metrics.append(of_rank)
             scores.append(scored)
         reduced = wait(metrics, self._timeout, f"rollout {batch.rollout_id}, {self.name} training")
@@ -244,6 +247,7 @@ def build_trainer(
             _start(job, adapter),
             ranks,
             ema_decay=job.student_ema_decay,
+            ema_start=job.student_ema_start,
             normalizer=job.normalizer,
             normalizer_eps=job.normalizer_eps,
         )

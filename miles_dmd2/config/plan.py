@@ -10,9 +10,10 @@ from typing import Any
 
 import yaml
 
+from miles_dmd2.config.clock import StudentClock
 from miles_dmd2.config.options import OPTIONS, flatten
 from miles_dmd2.config.schema import Config
-from miles_dmd2.config.trainers import TrainerSpec
+from miles_dmd2.config.trainers import TrainerSpec, student_clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +35,9 @@ class GroupPlan:
 
 @dataclass(frozen=True, slots=True)
 class ForwardPlan:
-    """Transformer passes of one rollout (that is, of one student update), counted in samples.
+    """Transformer passes of one student update, that is of the rollouts that lead to it, counted in samples.
 
-    engine: student forwards of the rollout, samples x (k + 1) in the mean over the stop step k. critic and student:
+    engine: student forwards of the rollouts, samples x (k + 1) in the mean over the stop step k. critic and student:
     forwards, each with its backward. teacher: forwards, two per sample when guided. scoring: forwards of the critic
     for the scores alone, none when they are its last step's. cost: all in forwards of one window, a backward counted
     as 2 (H3: 5 x 2.5 + 5 x 3 + 1 + 3 = 31.5).
@@ -68,6 +69,7 @@ class Plan:
     sample_type: str
     sigmas: tuple[float, ...]
     stop_law: str
+    student_clock: str
     score_sigma: str
     groups: tuple[GroupPlan, ...]
     forwards_per_update: ForwardPlan
@@ -98,6 +100,7 @@ def build_plan(config: Config, trainers: Sequence[TrainerSpec]) -> Plan:
         sample_type=config.algorithm.dmd2_student_sample_type,
         sigmas=config.explicit_sigmas or student_sigmas(config.num_steps, rollout.diffusion_flow_shift),
         stop_law=config.stop_law,
+        student_clock=_student_clock(student_clock(config, trainers)),
         score_sigma=_score_sigma(config),
         groups=tuple(_group(trainer, per_node) for trainer in trainers),
         forwards_per_update=_forwards(config, trainers),
@@ -143,9 +146,10 @@ def _placement(count: int, per_node: int) -> str:
 
 
 def _forwards(config: Config, trainers: Sequence[TrainerSpec]) -> ForwardPlan:
-    samples, steps = config.samples_per_rollout, config.num_steps
+    interval = student_clock(config, trainers).interval
+    samples, steps = interval * config.samples_per_rollout, config.num_steps
     engine = samples * (float(steps) if config.stop_law == "full" else (steps + 1) / 2)
-    critic = sum(t.window_size * t.num_steps_per_rollout for t in trainers if t.role == "critic")
+    critic = interval * sum(t.window_size * t.num_steps_per_rollout for t in trainers if t.role == "critic")
     student = sum(t.window_size * t.num_steps_per_rollout for t in trainers if t.role == "actor")
     teacher = student * (1 if config.algorithm.dmd2_teacher_guidance_scale == 1 else 2)
     scoring = student if config.algorithm.dmd2_critic_scoring == "original" else 0
@@ -153,6 +157,11 @@ def _forwards(config: Config, trainers: Sequence[TrainerSpec]) -> ForwardPlan:
     return ForwardPlan(
         engine=engine, critic=critic, teacher=teacher, student=student, scoring=scoring, cost=round(cost, 3)
     )
+
+
+def _student_clock(clock: StudentClock) -> str:
+    every = "every rollout" if clock.interval == 1 else f"every {clock.interval} rollouts"
+    return f"{every} after {clock.warmup} for the critic alone" if clock.warmup else every
 
 
 def _score_sigma(config: Config) -> str:
@@ -187,7 +196,7 @@ def _notes(config: Config, critic: TrainerSpec) -> tuple[str, ...]:
         notes.append(
             "--dmd2-critic-conditioning stop_step tells the critic a constant: every sample stops at the last step"
         )
-    if critic.num_steps_per_rollout == 1:
+    if (config.algorithm.dmd2_critic_steps_per_student_step or critic.num_steps_per_rollout) == 1:
         notes.append("the critic takes one step per student step; DMD2 takes several (5): --num-steps-per-rollout")
     if config.explicit_sigmas and config.explicit_sigmas[0] != 1:
         notes.append(
@@ -213,7 +222,7 @@ def render_plan(plan: Plan) -> str:
         f"Plan: {plan.rollouts} rollouts of {plan.samples_per_rollout} samples ({plan.prompts_per_rollout} prompts x "
         f"{plan.samples_per_prompt}), in {plan.windows} windows of {plan.window_size}",
         f"  student      {plan.student_steps} steps, sigmas {shown}, 0; stop step {plan.stop_law}, "
-        f"{plan.sample_type} hops",
+        f"{plan.sample_type} hops; a step on {plan.student_clock}",
         f"  score sigma  {plan.score_sigma}",
         f"  engines      {plan.engines} {plan.engine} on {plan.engine_placement}; batches of {plan.engine_batch_size}",
     ]

@@ -122,8 +122,17 @@ class AlgorithmSection(Section):
     fsdp_flow_shift: str = Field(
         "1.0", description="shift of the trainers' score sigma: K, or visual=K (audio=K where the family has sound)"
     )
+    dmd2_critic_steps_per_student_step: PositiveInt | None = Field(
+        None,
+        description="critic updates between student updates, a multiple of the critic's --num-steps-per-rollout: the "
+        "student then learns on each so many rollouts (default: on every rollout)",
+    )
+    dmd2_critic_warmup_rollouts: NonNegativeInt = Field(0, description="rollouts at the start for the critic alone")
     student_ema_decay: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0, description="decay of the student's average per student update; 0 keeps none"
+    )
+    student_ema_start: NonNegativeInt = Field(
+        0, description="student updates before the average begins; until then it is the student itself"
     )
 
     @field_validator("dmd2_score_sigma_range")
@@ -140,6 +149,11 @@ class AlgorithmSection(Section):
             raise ValueError(
                 f"--dmd2-negative-prompt {self.dmd2_negative_prompt}: is never read with --dmd2-teacher-guidance-scale "
                 "1; leave it out, or raise the scale"
+            )
+        if self.student_ema_start and not self.student_ema_decay:
+            raise ValueError(
+                f"--student-ema-start {self.student_ema_start}: no average is kept with --student-ema-decay 0; leave "
+                "it out, or set a decay, for example 0.99"
             )
         for name, unset in (("dmd2_score_sigma_logit_mean", 0.0), ("dmd2_score_sigma_logit_std", 1.0)):
             value = getattr(self, name)

@@ -44,15 +44,16 @@ class ActorTrainer(Trainer):
         ranks: Ranks,
         *,
         ema_decay: float = 0.0,
+        ema_start: int = 0,
         normalizer: Normalizer = "sample",
         normalizer_eps: float = 1e-6,
     ) -> None:
-        """Takes the module over. `ema_decay` 0 keeps no average.
+        """Takes the module over. `ema_decay` 0 keeps no average, which begins after `ema_start` updates.
 
         `normalizer`: mean |x0 - x0_real| of each sample, or one for the window. Where it is below `normalizer_eps`, its
         floor, a sample has no direction: it is degenerate, and counted.
         """
-        super().__init__(settings, adapter, student, ranks, ema_decay=ema_decay)
+        super().__init__(settings, adapter, student, ranks, ema_decay=ema_decay, ema_start=ema_start)
         self.normalizer, self.normalizer_eps = normalizer, normalizer_eps
 
     def train(

@@ -82,22 +82,23 @@ class CriticTrainer(Trainer):
         self.score_sigma, self.loss_space, self.scoring = score_sigma, loss_space, scoring
 
     def train(
-        self, rollout_id: int, windows: Windows, samples: Iterable[RolloutSample]
+        self, rollout_id: int, windows: Windows, samples: Iterable[RolloutSample], *, score: bool = True
     ) -> tuple[dict[str, float], dict[int, ScoreRow]]:
         """One critic step per window, in order; metrics over all ranks, and scores of this rank's part of the last.
 
+        Without `score`, for a rollout on which the student takes no step, no scores: the teacher does not run.
         `samples` are those of `wanted_ids(windows, rank, world_size)`, in any order. A collective.
         """
         batches, metrics = self._prepare(rollout_id, windows, samples)
         scores: dict[int, ScoreRow] = {}
         taken = 0
         for index, window in enumerate(windows):
-            last = index == len(windows) - 1
+            scored = score and index == len(windows) - 1
             pending, losses = metrics.fresh(), []
             for batch in batches[index]:
                 at, velocity, loss = self._step_forward(rollout_id, batch, window)
                 losses.append(loss)
-                if last:
+                if scored:
                     if self.scoring == "original":
                         at, velocity = self._scoring_pass(rollout_id, batch)
                     scores |= self._score(batch, at, velocity)

@@ -86,13 +86,25 @@ def test_away_from_every_default_a_resumed_run_also_ends_with_the_same_bits(
         "dmd2_negative_prompt": "the digit three",
         "dmd2_critic_scoring": "original",
         "dmd2_score_sigma_law": "logit_normal",
+        "dmd2_student_sample_type": "sde",
+        "dmd2_stop_step": "round_robin",
+        "dmd2_critic_warmup_rollouts": 1,
+        "student_ema_start": 1,
+        "diffusion_num_steps": None,
+        "diffusion_sigmas": "1,0.757",
     }
     whole = run("options", **options)
     assert whole.code == 0, whole.err
-    for row in whole.rows():
-        assert row["critic/teacher_forwards"] == 16
-        assert row["critic/critic_forwards"] == 16 + 8
+    rows = whole.rows()
+    assert [row["critic/teacher_forwards"] for row in rows] == [0, 16, 16]
+    assert [row["critic/critic_forwards"] for row in rows] == [16, 16 + 8, 16 + 8]
+    assert [row["rollout/forwards"] for row in rows] == [16, 16, 32]  # steps 0, 0 (no student step yet), 1
+    assert [row["rollout/weight_step"] for row in rows] == [0, 0, 1]
     assert distance(whole.student(), base.student()) > 1e-5
+    student = json.loads((whole.directory / "student_raw" / "student.json").read_text())
+    assert (student["sample_type"], student["sigmas"]) == ("sde", [1.0, 0.7570000290870667, 0.0])
+    counted = json.loads((whole.directory / "summary.json").read_text())["forwards_per_update"]["counted"]
+    assert counted == {"engine": 24, "critic": 24, "teacher": 16, "student": 8}
     first = run("options resumed", num_rollout=2, **options)
     assert first.code == 0, first.err
     second = run("options resumed", load=workspace / "options resumed", **options)

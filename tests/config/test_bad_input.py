@@ -77,6 +77,17 @@ FLAGS: list[tuple[str, tuple[str, ...]]] = [
     ("--diffusion-guidance-scale 3", ("--diffusion-guidance-scale 3", "--dmd2-teacher-guidance-scale", "1.0")),
     ("--dmd2-teacher-guidance-scale -1", ("--dmd2-teacher-guidance-scale -1", ">= 0")),
     ("--dmd2-negative-prompt ugly", ("--dmd2-negative-prompt ugly", "--dmd2-teacher-guidance-scale 1")),
+    ("--student-ema-start 5", ("--student-ema-start 5", "--student-ema-decay 0")),
+    (
+        "--dmd2-critic-steps-per-student-step 7",
+        ("--dmd2-critic-steps-per-student-step 7", "5 critic steps of a", "use 5 or 10"),
+    ),
+    ("--dmd2-critic-steps-per-student-step 55", ("--num-rollout 10", "use 11 or more")),
+    ("--dmd2-critic-warmup-rollouts 10", ("--num-rollout 10", "--dmd2-critic-warmup-rollouts 10", "use 11 or more")),
+    (
+        "--dmd2-critic-warmup-rollouts 4 --lr-warmup-updates 6",
+        ("trainer actor", "--lr-warmup-updates 6", "this trainer's 6 updates"),
+    ),
     ("--dmd2-normalizer-eps 0", ("--dmd2-normalizer-eps 0", "> 0")),
     ("--dmd2-normalizer rank", ("--dmd2-normalizer rank", "sample, batch")),
     ("--dmd2-score-sigma-law cosine", ("--dmd2-score-sigma-law cosine", "uniform, logit_normal")),

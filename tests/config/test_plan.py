@@ -8,6 +8,7 @@ import yaml
 from config_commands import command, run
 
 from miles_dmd2.config import Plan, build_plan, flatten, parse, plan_yaml, render_plan, resume_conflicts
+from miles_dmd2.config.clock import StudentClock
 from miles_dmd2.config.plan import student_sigmas
 
 Write = Callable[..., Path]
@@ -107,6 +108,37 @@ def test_forwards_of_the_scores(flags: str, teacher: int, scoring: int, cost: fl
     forwards = plan.forwards_per_update
     assert (forwards.critic, forwards.teacher, forwards.scoring, forwards.cost) == (20, teacher, scoring, cost)
     assert (f"and {scoring} to score" in render_plan(plan)) == bool(scoring)
+
+
+@pytest.mark.parametrize(
+    ("flags", "updates", "cost", "text"),
+    [
+        ("", 10, 2.5 * 5 + 15 + 1 + 3, "a step on every rollout"),
+        # two rollouts of 5 windows of 4 for one student step on 4
+        ("--dmd2-critic-steps-per-student-step 10", 5, 2 * (2.5 * 5 + 15) + 1 + 3, "a step on every 2 rollouts"),
+        (
+            "--dmd2-critic-steps-per-student-step 15 --dmd2-critic-warmup-rollouts 3",
+            2,
+            3 * (2.5 * 5 + 15) + 1 + 3,
+            "a step on every 3 rollouts after 3 for the critic alone",
+        ),
+        ("--dmd2-critic-warmup-rollouts 9", 1, 31.5, "a step on every rollout after 9 for the critic alone"),
+    ],
+)
+def test_the_student_s_clock(flags: str, updates: int, cost: float, text: str) -> None:
+    plan = plan_of(*flags.split())
+    critic, actor = plan.groups
+    assert (critic.updates, actor.updates, plan.forwards_per_update.cost) == (50, updates, cost)
+    assert text in render_plan(plan)
+
+
+@pytest.mark.parametrize(("warmup", "interval"), [(0, 1), (0, 3), (4, 1), (2, 3)])
+def test_a_clock_counts_the_rollouts_that_it_names(warmup: int, interval: int) -> None:
+    clock = StudentClock(warmup, interval)
+    due = [i for i in range(40) if clock.due(i)]
+    assert due == list(range(warmup + interval - 1, 40, interval))
+    for rollouts in range(40):
+        assert clock.steps(rollouts) == sum(i < rollouts for i in due)
 
 
 def test_score_sigma_of_the_logit_normal_law() -> None:

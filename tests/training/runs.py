@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from miles_dmd2.algo import sample_score_sigma
+from miles_dmd2.config.clock import EVERY_ROLLOUT, StudentClock
 from miles_dmd2.training import ActorTrainer, CriticTrainer, OptimizerSettings, Ranks, TrainerSettings, wanted_ids
 from miles_dmd2.training.batching import TrainInputHook
 from miles_dmd2.training.scoring import Guidance
@@ -31,6 +32,8 @@ class Setup:
     forward_dtype: torch.dtype | None = None
     told: bool = True
     lr: float = 1e-2
+    schedule: str = "constant"
+    total_updates: int = 1
     clip: float = 1.0
     decay: float = 0.9
     seed: int = 3
@@ -43,6 +46,8 @@ class Setup:
     scoring: str = "fused"
     law: str = "uniform"
     guidance: float = 1.0
+    ema_start: int = 0
+    clock: StudentClock = EVERY_ROLLOUT
 
 
 # One option of the algorithm each, away from its default.
@@ -52,6 +57,8 @@ OPTIONS = {
     "original scoring": {"scoring": "original"},
     "logit-normal sigma": {"law": "logit_normal"},
     "guided teacher": {"guidance": 3.0},
+    "a step on every second rollout": {"clock": StudentClock(0, 2)},
+    "critic alone at first": {"clock": StudentClock(1, 1)},
     "x0 space": {"space": "x0"},
     "eps space": {"space": "eps"},
     "plain critic": {"told": False},
@@ -63,7 +70,13 @@ def settings(setup: Setup, name: str) -> TrainerSettings:
     return TrainerSettings(
         name=name,
         seed=setup.seed,
-        optimizer=OptimizerSettings(lr=setup.lr, clip_grad=setup.clip, max_skipped_steps=setup.max_skipped),
+        optimizer=OptimizerSettings(
+            lr=setup.lr,
+            schedule=setup.schedule,
+            total_updates=setup.total_updates,
+            clip_grad=setup.clip,
+            max_skipped_steps=setup.max_skipped,
+        ),
         micro_batch_size=setup.micro,
         forward_dtype=setup.forward_dtype or setup.dtype,
         master_dtype=setup.dtype,
@@ -95,6 +108,7 @@ def make_actor(ranks: Ranks, setup: Setup, adapter: ToyAdapter | None = None) ->
         adapter.load_transformer(),
         ranks,
         ema_decay=setup.decay,
+        ema_start=setup.ema_start,
         normalizer=setup.normalizer,
         normalizer_eps=setup.normalizer_eps,
     )
@@ -117,9 +131,12 @@ def one_rollout(
     actor.sleep()
     critic.wake()
     ids = wanted_ids(windows, ranks.rank, ranks.world_size)
-    critic_metrics, scores = critic.train(rollout_id, windows, samples_of(setup, rollout_id, ids))
+    due = setup.clock.due(rollout_id)
+    critic_metrics, scores = critic.train(rollout_id, windows, samples_of(setup, rollout_id, ids), score=due)
     critic.sleep()
     actor.wake()
+    if not due:
+        return critic_metrics, {}
     last = windows[-1:]
     ids = wanted_ids(last, ranks.rank, ranks.world_size)
     actor_metrics = actor.train(rollout_id, last, samples_of(setup, rollout_id, ids), ranks.gather(scores))

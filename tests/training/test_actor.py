@@ -208,22 +208,43 @@ def test_the_actor_takes_exactly_one_window(ranks: Ranks) -> None:
 # -- average, skipped steps, precision ------------------------------------------------------------------------
 
 
-def test_the_average_has_its_closed_form_after_j_updates(ranks: Ranks) -> None:
-    actor, decay, updates = make_actor(ranks, SETUP), SETUP.decay, 6
+@pytest.mark.parametrize("start", [0, 2])
+def test_the_average_has_its_closed_form_after_j_updates(ranks: Ranks, start: int) -> None:
+    """From the weights at its start on, one step of it per update; before, it is the student (FastVideo#1440)."""
+    actor, decay, updates = make_actor(ranks, replace(SETUP, ema_start=start)), SETUP.decay, 6
     history = [weights(actor)]
     assert same_bits(actor.ema.average, {name: history[0][name] for name in actor.network.trained})
     for rollout_id in range(updates):
         train_actor(actor, rollout_id)
         history.append(weights(actor))
+        if actor.updates <= start:
+            assert same_bits(actor.ema.average, {name: history[-1][name] for name in actor.network.trained})
     for name, average in actor.ema.average.items():
-        expected = decay**updates * history[0][name]
-        for j in range(1, updates + 1):
+        expected = decay ** (updates - start) * history[start][name]
+        for j in range(start + 1, updates + 1):
             expected = expected + (1 - decay) * decay ** (updates - j) * history[j][name]
         torch.testing.assert_close(average, expected, rtol=1e-12, atol=1e-14)
 
 
 def state(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {name: entry.tensor.clone() for name, entry in trainer.residence.entries.items()}
+
+
+def test_average_rate_and_counter_stand_still_with_a_skipped_step(ranks: Ranks) -> None:
+    """The clock of each is the student's successful update: d^j, lr(j), and never the rollout (DMD2.md 4, 10 and 11)."""
+    setup = replace(SETUP, schedule="linear", total_updates=4, max_skipped=9)
+    actor, rates = make_actor(ranks, setup), []
+    for rollout_id in range(6):
+        bad = rollout_id in (1, 2)
+        kept = {name: value.clone() for name, value in actor.ema.average.items()}
+        if bad:
+            poisoned(actor, rollout_id, setup)
+            assert same_bits(actor.ema.average, kept)
+            continue
+        rates.append(train_actor(actor, rollout_id, setup)["lr"])
+        assert not same_bits(actor.ema.average, kept)
+    assert rates == pytest.approx([SETUP.lr * (1 - j / 4) for j in range(4)])
+    assert (actor.updates, actor.skipped_steps) == (4, 2)
 
 
 def skip_then_go_on(

@@ -69,9 +69,9 @@ def test_a_resumed_run_is_the_uninterrupted_one(ranks: Ranks, tmp_path: Path, se
     check_same(whole, resumed)
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("option", [*OPTIONS, "average from the third update on"])
 def test_with_every_option(ranks: Ranks, tmp_path: Path, option: str) -> None:
-    setup = replace(SETUP, **OPTIONS[option])
+    setup = replace(SETUP, **OPTIONS.get(option, {"ema_start": 3}))
     whole, states = save_at_two(ranks, setup, tmp_path)
     check_same(whole, continue_from(ranks, setup, tmp_path, [dict(s.counters) for s in states], asleep=True))
 

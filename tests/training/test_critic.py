@@ -175,6 +175,18 @@ def test_a_guided_teacher_is_the_standard_convention_and_runs_twice(ranks: Ranks
     assert worst(scores, offset, "x0_real") > 1e-3, "mutation: cond + w (cond - uncond)"
 
 
+def test_without_a_student_step_nothing_is_scored_and_the_critic_learns_the_same(ranks: Ranks) -> None:
+    setup = Setup(micro=3)
+    scored, _, _ = run_critic(ranks, setup)
+    alone = make_critic(ranks, setup)
+    windows = windows_of(setup, 0)
+    ids = [i for window in windows for i in window]
+    metrics, scores = alone.train(0, windows, samples_of(setup, 0, ids), score=False)
+    assert scores == {}
+    assert metrics["teacher_forwards"] == 0
+    assert same_bits(weights(alone), weights(scored))
+
+
 def test_original_scoring_has_its_own_draws_before_the_last_update(ranks: Ranks) -> None:
     setup = Setup(windows=2, micro=3, scoring="original")
     critic, metrics, scores = run_critic(ranks, setup)
