@@ -31,6 +31,7 @@ from miles_dmd2.config import (
     resume_conflicts,
     student_clock,
 )
+from miles_dmd2.data.latents import check_latents, read_latents
 from miles_dmd2.data.prompts import load_prompts
 from miles_dmd2.data.requests import TrainingRequests, eval_requests, explicit_grid, grid
 from miles_dmd2.evaluation import FixedEvaluation, NoEvaluation
@@ -78,14 +79,14 @@ def check(config: Config, trainers: Sequence[TrainerSpec]) -> Manifest | None:
     for spec in trainers:
         if spec.checkpoint != config.model.hf_checkpoint:
             checks.check_checkpoint(spec.checkpoint, known, flag=f"trainer {spec.name}: hf-checkpoint")
-    load_prompts(config.rollout.prompt_data)
+    prompts = load_prompts(config.rollout.prompt_data)
     if config.evaluation.eval_prompt_data is not None:
         load_prompts(config.evaluation.eval_prompt_data, flag="--eval-prompt-data")
     checks.check_run_dir(config)
     checks.check_packages(config)
     if config.cluster.ray_address is None:
         checks.check_devices(config, len(os.sched_getaffinity(0)), _cuda_devices(config))
-    _check_canvas(config)
+    _check_canvas(config, prompts)
     if config.run.load is None:
         return None
     manifest = read_manifest(checks.find_checkpoint(config.run.load))
@@ -181,6 +182,7 @@ def train_and_export(
 
 
 def training_requests(config: Config, trainers: Sequence[TrainerSpec], plan: Plan) -> TrainingRequests:
+    latents = config.algorithm.dmd2_latents
     return TrainingRequests(
         prompts=load_prompts(config.rollout.prompt_data),
         prompts_per_rollout=config.rollout.rollout_batch_size,
@@ -191,6 +193,7 @@ def training_requests(config: Config, trainers: Sequence[TrainerSpec], plan: Pla
         seed=config.rollout_seed,
         sample_type=config.algorithm.dmd2_student_sample_type,
         clock=student_clock(config, trainers),
+        real_latents=None if latents is None else read_latents(latents).rows(),
     )
 
 
@@ -281,16 +284,21 @@ def _cuda_devices(config: Config) -> int:
     return torch.cuda.device_count()
 
 
-def _check_canvas(config: Config) -> None:
-    """The model family can make pictures of this size."""
+def _check_canvas(config: Config, prompts: Sequence[str]) -> None:
+    """The model family can make pictures of this size, and real latents, if any, are of it."""
+    from miles_dmd2.models.checkpoint import component_digest
     from miles_dmd2.models.registry import build_adapter
 
     try:
-        build_adapter(config.model.hf_checkpoint, config.model.diffusion_height, config.model.diffusion_width)
+        adapter = build_adapter(config.model.hf_checkpoint, config.model.diffusion_height, config.model.diffusion_width)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     except (TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"--hf-checkpoint {config.model.hf_checkpoint}: malformed config.json: {error!r}") from error
+    path = config.algorithm.dmd2_latents
+    if path is not None:
+        vae = component_digest(config.model.hf_checkpoint, "vae")
+        check_latents(path, read_latents(path), prompts, adapter.latent_shape, vae)
 
 
 def _step(directory: Path) -> int:

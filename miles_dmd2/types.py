@@ -37,7 +37,8 @@ class WeightVersion:
 class RolloutRequest:
     """One sample to generate. `sigmas` are the N+1 fp32 grid values (terminal 0 included) as Python floats.
 
-    sample_type: how it hops from step to step, by Euler or by noising x0 afresh.
+    sample_type: how it hops from step to step, by Euler or by noising x0 afresh. real_latent: instead of hopping, noise
+    this row of the run's real latents to the stop step's sigma.
     """
 
     sample_id: int
@@ -47,6 +48,7 @@ class RolloutRequest:
     stop_step: int
     decode: bool = False
     sample_type: SampleType = "ode"
+    real_latent: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from miles_dmd2.algo.draws import (
     uniform_batch,
 )
 from miles_dmd2.algo.flow import add_noise, guide, noise_from_velocity, velocity_from_x0, x0_from_velocity
-from miles_dmd2.algo.sampler import euler_step, rollout, rollout_rows
+from miles_dmd2.algo.sampler import euler_step, forward_noise, rollout, rollout_rows
 from miles_dmd2.algo.sigmas import SIGMA_LAWS, SigmaLaw, logit_normal, sample_score_sigma, shift_sigma, sigma_grid
 
 __all__ = [
@@ -48,6 +48,7 @@ __all__ = [
     "euler_step",
     "eval_seed",
     "flow_matching_loss",
+    "forward_noise",
     "guide",
     "initial_noise",
     "integer",

@@ -18,6 +18,7 @@ Purpose = Literal[
     "sample_seed",
     "eval_seed",
     "stop_step",
+    "real_latent",
     "score_sigma",
     "score_noise",
     "scoring_pass_sigma",

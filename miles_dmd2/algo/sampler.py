@@ -45,6 +45,30 @@ def rollout(
     )
 
 
+def forward_noise(
+    velocity_fn: Callable[[Tensor, Tensor], Tensor],
+    x_real: Tensor,
+    noise: Tensor,
+    sigmas: Tensor,
+    stop_step: int | Sequence[int] | Tensor,
+) -> tuple[Tensor, Tensor]:
+    """(x_k, x0) with x_k = (1 - sigma_k) x_real + sigma_k noise: data at the student's input, not its own rollout.
+
+    One call of velocity_fn, whatever the stop step. What FastGen and DiffSynth-Studio train on. Its inputs have the
+    spread of backward simulation with SDE hops once the student is right, but not that with ODE hops (there x0 goes
+    with the noise: sigma + (1 - sigma) std in the place of sqrt((1 - sigma)^2 std^2 + sigma^2)). ValueError: as
+    `rollout`, or x_real of another shape.
+    """
+    _check_grid(sigmas)
+    x_real, noise = aligned(x_real=x_real, noise=noise)
+    dtype = work_dtype(noise=noise, sigmas=sigmas)
+    grid = sigmas.to(noise.device, dtype)
+    stops = _stop_steps(stop_step, noise.shape[0], len(grid) - 1).to(noise.device)
+    sigma = grid[stops]
+    x = add_noise(x_real, noise, sigma)
+    return x, x0_from_velocity(x, velocity_fn(x, sigma), sigma)
+
+
 def rollout_rows(
     velocity_fn: Callable[[Tensor, Tensor, Tensor], Tensor],
     noise: Tensor,

@@ -12,6 +12,7 @@ from miles_dmd2.cluster.process import dtype_of, load_function, set_up
 from miles_dmd2.cluster.runtime import wait
 from miles_dmd2.cluster.settings import EngineSettings
 from miles_dmd2.cluster.wire import Array, PackedSamples, pack_samples, pack_tensors, unpack_samples, unpack_tensors
+from miles_dmd2.data.latents import read_latents
 from miles_dmd2.engines.local import LocalEngine
 from miles_dmd2.media.gallery import save_eval_media
 from miles_dmd2.observability import RunError
@@ -35,6 +36,7 @@ class EngineWorker:
             device=worker.device,
             dtype=dtype_of(worker.forward_dtype),
             batch_size=self._settings.batch_size,
+            real_latents=read_latents(self._settings.latents).latents if self._settings.latents else None,
         )
         self._engine.sleep()
 

@@ -82,6 +82,7 @@ def engine_settings(config: Config, worker: WorkerSettings) -> EngineSettings:
         batch_size=config.rollout.rollout_engine_batch_size,
         eval_metrics=_absolute(config.evaluation.eval_metrics_path),
         media_directory=(config.run.run_dir / "eval").resolve(),
+        latents=config.algorithm.dmd2_latents.resolve() if config.algorithm.dmd2_latents else None,
     )
 
 

@@ -31,12 +31,16 @@ class WorkerSettings:
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """`eval_metrics`: module:function or file.py:function, None for none. `media_directory`: eval pictures."""
+    """`eval_metrics`: module:function or file.py:function, None for none. `media_directory`: eval pictures.
+
+    `latents`: file of real latents, None for backward simulation.
+    """
 
     worker: WorkerSettings
     batch_size: int
     eval_metrics: str | None
     media_directory: Path
+    latents: Path | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,8 @@ class GroupPlan:
 class ForwardPlan:
     """Transformer passes of one student update, that is of the rollouts that lead to it, counted in samples.
 
-    engine: student forwards of the rollouts, samples x (k + 1) in the mean over the stop step k. critic and student:
+    engine: student forwards of the rollouts, samples x (k + 1) in the mean over the stop step k (1 on real
+    latents). critic and student:
     forwards, each with its backward. teacher: forwards, two per sample when guided. scoring: forwards of the critic
     for the scores alone, none when they are its last step's. cost: all in forwards of one window, a backward counted
     as 2 (H3: 5 x 2.5 + 5 x 3 + 1 + 3 = 31.5).
@@ -67,6 +68,7 @@ class Plan:
     engine_batch_size: int
     student_steps: int
     sample_type: str
+    student_input: str
     sigmas: tuple[float, ...]
     stop_law: str
     student_clock: str
@@ -98,6 +100,7 @@ def build_plan(config: Config, trainers: Sequence[TrainerSpec]) -> Plan:
         engine_batch_size=rollout.rollout_engine_batch_size,
         student_steps=config.num_steps,
         sample_type=config.algorithm.dmd2_student_sample_type,
+        student_input=config.algorithm.dmd2_student_input,
         sigmas=config.explicit_sigmas or student_sigmas(config.num_steps, rollout.diffusion_flow_shift),
         stop_law=config.stop_law,
         student_clock=_student_clock(student_clock(config, trainers)),
@@ -148,7 +151,8 @@ def _placement(count: int, per_node: int) -> str:
 def _forwards(config: Config, trainers: Sequence[TrainerSpec]) -> ForwardPlan:
     interval = student_clock(config, trainers).interval
     samples, steps = interval * config.samples_per_rollout, config.num_steps
-    engine = samples * (float(steps) if config.stop_law == "full" else (steps + 1) / 2)
+    per_sample = float(steps) if config.stop_law == "full" else (steps + 1) / 2
+    engine = samples * (1.0 if _real_latents(config) else per_sample)
     critic = interval * sum(t.window_size * t.num_steps_per_rollout for t in trainers if t.role == "critic")
     student = sum(t.window_size * t.num_steps_per_rollout for t in trainers if t.role == "actor")
     teacher = student * (1 if config.algorithm.dmd2_teacher_guidance_scale == 1 else 2)
@@ -162,6 +166,10 @@ def _forwards(config: Config, trainers: Sequence[TrainerSpec]) -> ForwardPlan:
 def _student_clock(clock: StudentClock) -> str:
     every = "every rollout" if clock.interval == 1 else f"every {clock.interval} rollouts"
     return f"{every} after {clock.warmup} for the critic alone" if clock.warmup else every
+
+
+def _real_latents(config: Config) -> bool:
+    return config.algorithm.dmd2_student_input == "forward_noise"
 
 
 def _score_sigma(config: Config) -> str:
@@ -191,6 +199,11 @@ def _notes(config: Config, critic: TrainerSpec) -> tuple[str, ...]:
         notes.append(
             "one critic for all stop steps that is not told which (published setting); if the student gets worse, try "
             "--dmd2-critic-conditioning stop_step"
+        )
+    if (_real_latents(config), config.algorithm.dmd2_student_sample_type) == (True, "ode") and config.num_steps > 1:
+        notes.append(
+            "forward_noise with ode: noised data has the spread sqrt((1-s)^2 std^2 + s^2), the inputs of a right ODE "
+            "student s + (1-s) std: it is trained at other inputs than it will see; sde has no such gap"
         )
     if told and not random_stop:
         notes.append(
@@ -223,6 +236,7 @@ def render_plan(plan: Plan) -> str:
         f"{plan.samples_per_prompt}), in {plan.windows} windows of {plan.window_size}",
         f"  student      {plan.student_steps} steps, sigmas {shown}, 0; stop step {plan.stop_law}, "
         f"{plan.sample_type} hops; a step on {plan.student_clock}",
+        *(["  input        real latents with noise (forward_noise)"] if plan.student_input == "forward_noise" else []),
         f"  score sigma  {plan.score_sigma}",
         f"  engines      {plan.engines} {plan.engine} on {plan.engine_placement}; batches of {plan.engine_batch_size}",
     ]

@@ -78,6 +78,13 @@ class AlgorithmSection(Section):
     title: ClassVar[str] = "DMD2"
 
     loss_type: Literal["dmd2"] = Field("dmd2", description="training objective")
+    dmd2_student_input: Literal["backward_simulation", "forward_noise"] = Field(
+        "backward_simulation",
+        description="what the student is trained at: its own rollout from noise, or real latents with noise",
+    )
+    dmd2_latents: Path | None = Field(
+        None, description="forward_noise: real latents with prompts, encoded once (recipes/digits/latents.py)"
+    )
     dmd2_student_sample_type: Literal["ode", "sde"] = Field(
         "ode", description="hop between student steps, in training and evals: Euler, or x0 noised afresh (published)"
     )
@@ -149,6 +156,13 @@ class AlgorithmSection(Section):
             raise ValueError(
                 f"--dmd2-negative-prompt {self.dmd2_negative_prompt}: is never read with --dmd2-teacher-guidance-scale "
                 "1; leave it out, or raise the scale"
+            )
+        if (self.dmd2_student_input == "forward_noise") != (self.dmd2_latents is not None):
+            raise ValueError(
+                "--dmd2-student-input forward_noise: needs real latents; give --dmd2-latents"
+                if self.dmd2_latents is None
+                else f"--dmd2-latents {self.dmd2_latents}: is never read with --dmd2-student-input "
+                "backward_simulation; leave it out, or use forward_noise"
             )
         if self.student_ema_start and not self.student_ema_decay:
             raise ValueError(
@@ -492,7 +506,7 @@ def parse_sigmas(parts: Sequence[str]) -> tuple[float, ...]:
         sigmas = [float(part) for part in parts]
     except ValueError:
         raise ValueError("must be numbers with commas between them, for example 1,0.94,0.83,0.62") from None
-    sigmas = sigmas if sigmas[-1] == 0 else [*sigmas, 0.0]
+    sigmas = sigmas if sigmas[-1:] == [0.0] else [*sigmas, 0.0]
     rounded = [struct.unpack("f", struct.pack("f", sigma))[0] if abs(sigma) <= 1 else sigma for sigma in sigmas]
     if not (2 <= len(sigmas) <= LARGEST_GRID + 1 and 0 < rounded[0] <= 1):
         raise ValueError(f"must be 1 to {LARGEST_GRID} sigmas in (0, 1], the largest first")
@@ -503,11 +517,15 @@ def parse_sigmas(parts: Sequence[str]) -> tuple[float, ...]:
 
 def check_engine(engine: str, algorithm: AlgorithmSection) -> None:
     """ValueError: what only the local engine can do yet."""
-    if engine != "local" and algorithm.dmd2_student_sample_type == "sde":
-        raise ValueError(
-            f"--dmd2-student-sample-type sde: not available with --rollout-engine {engine} yet; use ode, or "
-            "--rollout-engine local"
-        )
+    for flag, value, instead in (
+        ("--dmd2-student-sample-type", "sde", "ode"),
+        ("--dmd2-student-input", "forward_noise", "backward_simulation"),
+    ):
+        if engine != "local" and value in (algorithm.dmd2_student_sample_type, algorithm.dmd2_student_input):
+            raise ValueError(
+                f"{flag} {value}: not available with --rollout-engine {engine} yet; use {instead}, or "
+                "--rollout-engine local"
+            )
 
 
 def parse_flow_shift(text: str) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,6 +30,8 @@ def explicit_grid(sigmas: Sequence[float]) -> tuple[float, ...]:
 class TrainingRequests:
     """The requests of each rollout, in `num_windows` equal windows in sample-id order.
 
+    real_latents: prompt -> rows; then each sample starts from one of its prompt's, drawn uniformly.
+
     stop_law: "full" runs every sample to its last step; "per_sample" and "shared" draw uniformly from 0..N-1, once
     per sample or once per rollout; "round_robin" takes 0, 1, ... N-1 in turn, one for each student step (rCM).
     """
@@ -43,6 +45,7 @@ class TrainingRequests:
     seed: int
     sample_type: SampleType = "ode"
     clock: StudentClock = EVERY_ROLLOUT
+    real_latents: Mapping[str, Sequence[int]] | None = None
 
     def __call__(self, rollout_id: int) -> list[list[RolloutRequest]]:
         chosen = prompts_for_rollout(len(self.prompts), self.prompts_per_rollout, rollout_id, self.seed)
@@ -57,7 +60,21 @@ class TrainingRequests:
     def _request(self, rollout_id: int, sample_id: int, prompt: str) -> RolloutRequest:
         seed = sample_seed(self.seed, rollout_id, sample_id)
         stop_step = self._stop_step(rollout_id, sample_id)
-        return RolloutRequest(sample_id, prompt, seed, self.sigmas, stop_step, sample_type=self.sample_type)
+        return RolloutRequest(
+            sample_id,
+            prompt,
+            seed,
+            self.sigmas,
+            stop_step,
+            sample_type=self.sample_type,
+            real_latent=self._real_latent(rollout_id, sample_id, prompt),
+        )
+
+    def _real_latent(self, rollout_id: int, sample_id: int, prompt: str) -> int | None:
+        if self.real_latents is None:
+            return None
+        rows = self.real_latents[prompt]
+        return rows[integer(key_seed(self.seed, "real_latent", rollout_id, sample_id), len(rows))]
 
     def _stop_step(self, rollout_id: int, sample_id: int) -> int:
         num_steps = len(self.sigmas) - 1

@@ -84,6 +84,13 @@ class ModelAdapter(ABC):
     def decode(self, components: Components, latents: Tensor) -> Tensor:
         """latents `[batch, *latent]` -> uint8 `[batch, frames, height, width, 3]`."""
 
+    def encode(self, components: Components, pixels: Tensor) -> Tensor:
+        """uint8 `[batch, frames, height, width, 3]` -> latents fp32 `[batch, *latent]` on the CPU; `decode` undoes it.
+
+        ValueError, unless the family can: only --dmd2-student-input forward_noise needs it.
+        """
+        raise ValueError(f"{self.family} cannot encode pictures yet: use --dmd2-student-input backward_simulation")
+
     @abstractmethod
     def collate(self, conds: Sequence[Conditioning]) -> dict[str, Tensor]:
         """Conditioning of several samples as batched tensors (padded and masked where lengths differ)."""

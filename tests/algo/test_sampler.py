@@ -232,6 +232,31 @@ def check_sde_gradient_isolation(algo: Algo) -> None:
         assert_close(gradient, expected, rtol=0, atol=1e-14)
 
 
+def check_forward_noise(algo: Algo) -> None:
+    """x_k = (1 - sigma_k) x_real + sigma_k noise per sample, one forward there, x0 = x_k - sigma_k v."""
+    x_real, noise, stops = randn(4, 6), randn(4, 6, seed=1), [2, 0, 3, 1]
+    velocity, reference = Recorder(), Recorder()
+    x_k, x0 = algo.forward_noise(velocity, x_real, noise, GRID, stops)
+    assert len(velocity.calls) == 1
+    for row, k in enumerate(stops):
+        x = (1 - GRID[k]) * x_real[row] + GRID[k] * noise[row]
+        assert_close(x_k[row], x, rtol=0, atol=1e-14)
+        clean = x - GRID[k] * reference(x[None], GRID[k][None])[0]
+        assert_close(x0[row], clean, rtol=0, atol=1e-14)
+
+
+def check_forward_noise_std(algo: Algo) -> None:
+    """Noised data of std tau has std sqrt(D): that of a right SDE student's inputs, and not of an ODE one's (5.4)."""
+    tau = 0.6
+    x_real = tau * torch.tensor([[1.0], [0.0]], dtype=torch.float64)
+    noise = torch.tensor([[0.0], [1.0]], dtype=torch.float64)
+    for k, (golden, ode) in enumerate(((1.0, 1.0), (0.9382, 0.975), (0.8393, 0.9333), (0.6643, 0.85))):
+        x_k, _ = algo.forward_noise(Recorder(), x_real, noise, algo.sigma_grid(4, 5.0).double(), k)
+        std = x_k.square().sum().sqrt().item()
+        assert math.isclose(std, golden, abs_tol=6e-5), k
+        assert k == 0 or abs(std - ode) > 0.03
+
+
 def check_no_randomness(algo: Algo) -> None:
     """ODE hops draw nothing: the same bits under another global seed (section 4 no. 39)."""
     noise = randn(3, 4)
@@ -309,6 +334,8 @@ CHECKS = [
     check_sde_std,
     check_sde_input_std_at_the_solution,
     check_sde_gradient_isolation,
+    check_forward_noise,
+    check_forward_noise_std,
     check_no_randomness,
 ]
 EARLIER = plain(stop=lambda k: max(k - 1, 0))
@@ -343,6 +370,31 @@ MUTATIONS = [
     mutation(check_sde_input_std_at_the_solution, "option_parsed_and_ignored", **IGNORED),
     mutation(check_sde_input_std_at_the_solution, "the_initial_noise_again", **INITIAL),
     mutation(check_sde_input_std_at_the_solution, "one_step_late", **LATER),
+    mutation(
+        check_forward_noise,
+        "one_sigma_for_the_batch",
+        forward_noise=lambda f, x, e, s, k: true_algo().forward_noise(f, x, e, s, k[0]),
+    ),
+    mutation(
+        check_forward_noise,
+        "backward_simulation_instead",
+        forward_noise=lambda f, x, e, s, k: true_algo().rollout(f, e, s, k),
+    ),
+    mutation(
+        check_forward_noise,
+        "next_sigma",
+        forward_noise=lambda f, x, e, s, k: true_algo().forward_noise(f, x, e, s, [min(i + 1, 3) for i in k]),
+    ),
+    mutation(
+        check_forward_noise_std,
+        "missing_1_minus_sigma",
+        forward_noise=lambda f, x, e, s, k: (x + s[k] * e, x),
+    ),
+    mutation(
+        check_forward_noise_std,
+        "data_and_noise_swapped",
+        forward_noise=lambda f, x, e, s, k: true_algo().forward_noise(f, e, x, s, k),
+    ),
     mutation(check_sde_gradient_isolation, "through_the_hops", **plain(detach=False)),
     mutation(check_sde_gradient_isolation, "one_step_early", **EARLIER),
     mutation(check_stop_step, "one_step_early", **EARLIER),

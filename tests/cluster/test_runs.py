@@ -113,6 +113,29 @@ def test_away_from_every_default_a_resumed_run_also_ends_with_the_same_bits(
     assert without_clocks(whole.rows()) == without_clocks(second.rows())
 
 
+def test_a_run_on_real_latents(run: Run, base: Finished, workspace: Path) -> None:
+    """One student forward per sample, and the student depends on the data."""
+    from miles_dmd2.algo import normal
+    from miles_dmd2.data.latents import LatentFile, write_latents
+    from miles_dmd2.models.checkpoint import component_digest
+    from miles_dmd2.models.registry import build_adapter
+
+    adapter = build_adapter(workspace / "pipeline", 32, 32)
+    prompts = tuple(f"the digit {word}" for word in ("one", "two", "three", "three"))
+    students = []
+    for name, seed in (("real", 0), ("other data", 9)):
+        latents = torch.stack([normal(seed + i, adapter.latent_shape) for i in range(4)])
+        path = workspace / f"{name}.safetensors"
+        write_latents(path, LatentFile(latents, prompts, component_digest(workspace / "pipeline", "vae")))
+        done = run(name, num_rollout=2, dmd2_student_input="forward_noise", dmd2_latents=path)
+        assert done.code == 0, done.err
+        assert [row["rollout/forwards"] for row in done.rows()] == [16, 16]
+        assert all(row["actor/x0_mean_abs_diff"] < 1e-5 for row in done.rows())
+        assert "it is trained at other inputs than it will see" in done.out
+        students.append(done.student())
+    assert distance(*students) > 1e-5
+
+
 def test_the_negative_prompt_is_empty_unless_given(run: Run) -> None:
     """The engine encodes the empty prompt, and the run depends on which prompt it is."""
     plain = run("empty", num_rollout=1, dmd2_teacher_guidance_scale=3)

@@ -67,6 +67,7 @@ FLAGS: list[tuple[str, tuple[str, ...]]] = [
     ("--diffusion-sigmas 0.5,0.50000000001,0", ("--diffusion-sigmas", "must decrease")),
     ("--diffusion-sigmas 0.5,0.49999999999,0", ("--diffusion-sigmas", "must decrease")),  # equal in fp32
     ("--diffusion-sigmas 1000,757,522", ("--diffusion-sigmas 1000,757,522", "(0, 1]")),
+    ("--diffusion-sigmas 1e400", ("--diffusion-sigmas 1e400", "(0, 1]")),
     ("--diffusion-sigmas 0", ("--diffusion-sigmas 0", "(0, 1]")),
     ("--diffusion-sigmas 1,-0.5", ("--diffusion-sigmas 1,-0.5", "must decrease")),
     ("--diffusion-sigmas 1,nan", ("--diffusion-sigmas 1,nan", "must decrease")),
@@ -88,6 +89,8 @@ FLAGS: list[tuple[str, tuple[str, ...]]] = [
         "--dmd2-critic-warmup-rollouts 4 --lr-warmup-updates 6",
         ("trainer actor", "--lr-warmup-updates 6", "this trainer's 6 updates"),
     ),
+    ("--dmd2-student-input forward_noise", ("--dmd2-student-input forward_noise", "give --dmd2-latents")),
+    ("--dmd2-latents l", ("--dmd2-latents l", "backward_simulation", "leave it out")),
     ("--dmd2-normalizer-eps 0", ("--dmd2-normalizer-eps 0", "> 0")),
     ("--dmd2-normalizer rank", ("--dmd2-normalizer rank", "sample, batch")),
     ("--dmd2-score-sigma-law cosine", ("--dmd2-score-sigma-law cosine", "uniform, logit_normal")),

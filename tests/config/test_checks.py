@@ -251,5 +251,7 @@ def test_packages_and_metric_files(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_what_only_the_local_engine_can_do_is_refused_with_another() -> None:
     with pytest.raises(ValueError, match="--dmd2-student-sample-type sde: not available with --rollout-engine sglang"):
         check_engine("sglang", AlgorithmSection(dmd2_student_sample_type="sde"))
+    with pytest.raises(ValueError, match="--dmd2-student-input forward_noise: not available with --rollout-engine sg"):
+        check_engine("sglang", AlgorithmSection(dmd2_student_input="forward_noise", dmd2_latents="l"))
     check_engine("sglang", AlgorithmSection())
     check_engine("local", AlgorithmSection(dmd2_student_sample_type="sde"))

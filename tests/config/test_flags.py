@@ -29,6 +29,8 @@ OTHERS: dict[str, tuple[str, Any, tuple[str, ...]]] = {
     "forward_dtype": ("bf16", "bf16", ()),
     "loss_type": ("dmd2", "dmd2", ()),
     "dmd2_student_sample_type": ("sde", "sde", ()),
+    "dmd2_student_input": ("forward_noise", "forward_noise", ("--dmd2-latents", "l")),
+    "dmd2_latents": ("real.safetensors", "real.safetensors", ("--dmd2-student-input", "forward_noise")),
     "dmd2_stop_step": ("shared", "shared", ()),
     "dmd2_critic_loss_space": ("x0", "x0", ()),
     "dmd2_critic_conditioning": ("stop_step", "stop_step", ()),

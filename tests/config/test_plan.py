@@ -50,6 +50,7 @@ def test_the_h3_recipe() -> None:
         ("--diffusion-step-strategy full", 20 * 4),
         ("--diffusion-num-steps 1", 20),
         ("--diffusion-num-steps 8", 20 * 4.5),
+        ("--dmd2-student-input forward_noise --dmd2-latents l", 20),
     ],
 )
 def test_engine_forwards_are_the_mean_of_k_plus_1(flags: str, forwards: float) -> None:
@@ -172,6 +173,10 @@ def test_score_sigma(shift: str, text: str) -> None:
         ("--dmd2-critic-conditioning stop_step --dmd2-stop-step last", "tells the critic a constant"),
         ("--diffusion-num-steps 1 --num-steps-per-rollout 1", "one step per student step"),
         ("--diffusion-num-steps 1 --rollout-seed 4", "--rollout-seed 4 is not --seed 0"),
+        (
+            "--dmd2-critic-conditioning stop_step --dmd2-student-input forward_noise --dmd2-latents l",
+            "it is trained at other inputs than it will see; sde has no such gap",
+        ),
         ("--diffusion-sigmas 0.999", "rollouts scale the initial noise by it"),
         ("--diffusion-num-steps 1 --save elsewhere", "checkpoints go to --save elsewhere"),
     ],
@@ -182,7 +187,16 @@ def test_notes(flags: str, note: str) -> None:
     assert note in notes[0]
 
 
-@pytest.mark.parametrize("flags", ["--diffusion-num-steps 1", "--dmd2-critic-conditioning stop_step"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--diffusion-num-steps 1",
+        "--dmd2-critic-conditioning stop_step",
+        "--diffusion-num-steps 1 --dmd2-student-input forward_noise --dmd2-latents l",
+        "--dmd2-critic-conditioning stop_step --dmd2-student-input forward_noise --dmd2-latents l "
+        "--dmd2-student-sample-type sde",
+    ],
+)
 def test_plain_settings_have_no_notes(flags: str) -> None:
     assert plan_of(*flags.split()).notes == ()
 

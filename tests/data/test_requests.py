@@ -66,6 +66,18 @@ def test_every_request_says_how_its_sample_hops() -> None:
     assert {r.sample_type for r in flat} == {"sde"}
 
 
+def test_real_latents_are_of_the_prompt_and_uniform_over_its_rows() -> None:
+    rows = {prompt: [10 * i, 10 * i + 1, 10 * i + 2] for i, prompt in enumerate(PROMPTS)}
+    source = replace(training(), real_latents=rows)
+    flat = [r for i in range(100) for window in source(i) for r in window]
+    assert all(r.real_latent in rows[r.prompt] for r in flat)
+    counts = Counter(r.real_latent % 10 for r in flat)
+    assert all(abs(count - 4000 / 3) < 4 * 29.8 for count in counts.values()), counts  # sqrt(4000 * 1/3 * 2/3)
+    assert all(r.real_latent is None for r in eval_requests(PROMPTS, 1, grid(4, 1.0), 3))
+    plain = [r for i in range(100) for window in training()(i) for r in window]
+    assert [replace(r, real_latent=None) for r in flat] == plain, "seeds and stop steps do not depend on real data"
+
+
 def test_an_explicit_grid_is_rounded_to_fp32() -> None:
     """0.757 in fp32 is 0.75700002908..., what an engine computes with (DMD2.md 4, item 26)."""
     assert explicit_grid((1.0, 0.757, 0.0)) == (1.0, 0.7570000290870667, 0.0)

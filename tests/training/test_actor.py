@@ -231,7 +231,7 @@ def state(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def test_average_rate_and_counter_stand_still_with_a_skipped_step(ranks: Ranks) -> None:
-    """The clock of each is the student's successful update: d^j, lr(j), and never the rollout (DMD2.md 4, 10 and 11)."""
+    """The clock of each is the student's successful update, never the rollout (DMD2.md 4, 10 and 11)."""
     setup = replace(SETUP, schedule="linear", total_updates=4, max_skipped=9)
     actor, rates = make_actor(ranks, setup), []
     for rollout_id in range(6):
