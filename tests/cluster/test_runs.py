@@ -77,40 +77,52 @@ def test_a_resumed_run_ends_with_the_same_bits(run: Run, base: Finished, workspa
     assert without_clocks(base.rows()) == without_clocks(second.rows())
 
 
-def test_away_from_every_default_a_resumed_run_also_ends_with_the_same_bits(
-    run: Run, base: Finished, workspace: Path
-) -> None:
-    options = {
-        "dmd2_normalizer": "batch",
-        "dmd2_teacher_guidance_scale": 3,
-        "dmd2_negative_prompt": "the digit three",
-        "dmd2_critic_scoring": "original",
-        "dmd2_score_sigma_law": "logit_normal",
-        "dmd2_student_sample_type": "sde",
-        "dmd2_stop_step": "round_robin",
-        "dmd2_critic_warmup_rollouts": 1,
-        "student_ema_start": 1,
-        "diffusion_num_steps": None,
-        "diffusion_sigmas": "1,0.757",
-    }
-    whole = run("options", **options)
-    assert whole.code == 0, whole.err
-    rows = whole.rows()
+AWAY = {
+    "dmd2_normalizer": "batch",
+    "dmd2_teacher_guidance_scale": 3,
+    "dmd2_negative_prompt": "the digit three",
+    "dmd2_critic_scoring": "original",
+    "dmd2_score_sigma_law": "logit_normal",
+    "dmd2_student_sample_type": "sde",
+    "dmd2_stop_step": "round_robin",
+    "dmd2_critic_warmup_rollouts": 1,
+    "student_ema_start": 1,
+    "diffusion_num_steps": None,
+    "diffusion_sigmas": "1,0.757",
+}
+
+
+@pytest.fixture(scope="module")
+def away(run: Run) -> Finished:
+    """A run away from the defaults of the algorithm."""
+    done = run("away", **AWAY)
+    assert done.code == 0, done.err
+    return done
+
+
+def test_options_of_the_algorithm_reach_engines_trainers_export_and_summary(away: Finished, base: Finished) -> None:
+    rows = away.rows()
     assert [row["critic/teacher_forwards"] for row in rows] == [0, 16, 16]
     assert [row["critic/critic_forwards"] for row in rows] == [16, 16 + 8, 16 + 8]
     assert [row["rollout/forwards"] for row in rows] == [16, 16, 32]  # steps 0, 0 (no student step yet), 1
     assert [row["rollout/weight_step"] for row in rows] == [0, 0, 1]
-    assert distance(whole.student(), base.student()) > 1e-5
-    student = json.loads((whole.directory / "student_raw" / "student.json").read_text())
+    assert distance(away.student(), base.student()) > 1e-5
+    student = json.loads((away.directory / "student_raw" / "student.json").read_text())
     assert (student["sample_type"], student["sigmas"]) == ("sde", [1.0, 0.7570000290870667, 0.0])
-    counted = json.loads((whole.directory / "summary.json").read_text())["forwards_per_update"]["counted"]
+    counted = json.loads((away.directory / "summary.json").read_text())["forwards_per_update"]["counted"]
     assert counted == {"engine": 24, "critic": 24, "teacher": 16, "student": 8}
-    first = run("options resumed", num_rollout=2, **options)
+
+
+def test_a_resumed_run_away_from_the_defaults_also_ends_with_the_same_bits(
+    run: Run, away: Finished, workspace: Path
+) -> None:
+    first = run("away resumed", num_rollout=2, **AWAY)
     assert first.code == 0, first.err
-    second = run("options resumed", load=workspace / "options resumed", **options)
+    second = run("away resumed", load=workspace / "away resumed", **AWAY)
     assert second.code == 0, second.err
-    assert distance(whole.student(), second.student()) == 0.0
-    assert without_clocks(whole.rows()) == without_clocks(second.rows())
+    for kind in ("raw", "ema"):
+        assert distance(away.student(kind), second.student(kind)) == 0.0
+    assert without_clocks(away.rows()) == without_clocks(second.rows())
 
 
 def test_a_run_on_real_latents(run: Run, base: Finished, workspace: Path) -> None:
