@@ -29,9 +29,11 @@ from miles_dmd2.config import (
     plan_yaml,
     render_plan,
     resume_conflicts,
+    student_clock,
 )
+from miles_dmd2.data.latents import check_latents, read_latents
 from miles_dmd2.data.prompts import load_prompts
-from miles_dmd2.data.requests import TrainingRequests, eval_requests, grid
+from miles_dmd2.data.requests import TrainingRequests, eval_requests, explicit_grid, grid
 from miles_dmd2.evaluation import FixedEvaluation, NoEvaluation
 from miles_dmd2.models.registry import known_pipeline_classes
 from miles_dmd2.observability import RunError, Sink, SinkGroup, logger
@@ -42,6 +44,7 @@ from miles_dmd2.sinks.wandb import WandbSink
 
 if TYPE_CHECKING:
     from miles_dmd2.models.base import ModelAdapter
+    from miles_dmd2.models.export import StudentSampling
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
@@ -77,14 +80,14 @@ def check(config: Config, trainers: Sequence[TrainerSpec]) -> Manifest | None:
     for spec in trainers:
         if spec.checkpoint != config.model.hf_checkpoint:
             checks.check_checkpoint(spec.checkpoint, known, flag=f"trainer {spec.name}: hf-checkpoint")
-    load_prompts(config.rollout.prompt_data)
+    prompts = load_prompts(config.rollout.prompt_data)
     if config.evaluation.eval_prompt_data is not None:
         load_prompts(config.evaluation.eval_prompt_data, flag="--eval-prompt-data")
     checks.check_run_dir(config)
     checks.check_packages(config)
     if config.cluster.ray_address is None:
         checks.check_devices(config, len(os.sched_getaffinity(0)), _cuda_devices(config))
-    adapter = _check_canvas(config)
+    adapter = _check_canvas(config, prompts)
     if config.rollout.rollout_engine == "sglang":
         _check_sglang(config, adapter)
     if config.run.load is None:
@@ -164,42 +167,63 @@ def train_and_export(
         write_json(run_dir / "run.json", {"options": options(config), "arguments": list(arguments)})
         weights = train(
             range(start, rollouts),
-            training_requests(config, plan),
+            training_requests(config, trainers, plan),
             engines,
             groups,
             evaluation(config),
             checkpoints,
             sinks(config, start),
+            student_clock(config, trainers),
         )
         adapter = build_adapter(config.model.hf_checkpoint, config.model.diffusion_height, config.model.diffusion_width)
         for kind, update in weights.items():
             tensors = fetch(update, config.cluster.phase_timeout)
             directory = run_dir / f"student_{kind}"
             shutil.rmtree(directory, ignore_errors=True)  # of the run that this one continues
-            steps, shift = config.rollout.diffusion_num_steps, config.rollout.diffusion_flow_shift
-            adapter.export_pipeline(tensors, steps, shift, directory)
+            adapter.export_pipeline(tensors, student_sampling(config), directory)
     write_json(run_dir / "summary.json", summary(run_dir / "metrics.jsonl", config, trainers, plan))
 
 
-def training_requests(config: Config, plan: Plan) -> TrainingRequests:
+def training_requests(config: Config, trainers: Sequence[TrainerSpec], plan: Plan) -> TrainingRequests:
+    latents = config.algorithm.dmd2_latents
     return TrainingRequests(
         prompts=load_prompts(config.rollout.prompt_data),
         prompts_per_rollout=config.rollout.rollout_batch_size,
         samples_per_prompt=config.rollout.n_samples_per_prompt,
         num_windows=plan.windows,
-        sigmas=grid(config.rollout.diffusion_num_steps, config.rollout.diffusion_flow_shift),
+        sigmas=student_grid(config),
         stop_law=config.stop_law,
         seed=config.rollout_seed,
+        sample_type=config.algorithm.dmd2_student_sample_type,
+        clock=student_clock(config, trainers),
+        real_latents=None if latents is None else read_latents(latents).rows(),
     )
+
+
+def student_grid(config: Config) -> tuple[float, ...]:
+    """The student's sigmas `[N+1]`, exact in fp32: the same for rollouts, evals and export."""
+    own = config.explicit_sigmas
+    return explicit_grid(own) if own else grid(config.num_steps, config.rollout.diffusion_flow_shift)
+
+
+def student_sampling(config: Config) -> StudentSampling:
+    from miles_dmd2.models.export import StudentSampling
+
+    shift = None if config.explicit_sigmas else config.rollout.diffusion_flow_shift
+    return StudentSampling(student_grid(config), shift, config.algorithm.dmd2_student_sample_type)
 
 
 def evaluation(config: Config) -> FixedEvaluation | NoEvaluation:
     section = config.evaluation
     if section.eval_prompt_data is None:
         return NoEvaluation()
-    sigmas = grid(config.rollout.diffusion_num_steps, config.rollout.diffusion_flow_shift)
-    prompts = load_prompts(section.eval_prompt_data)
-    requests = eval_requests(prompts, section.eval_samples_per_prompt, sigmas, config.rollout_seed)
+    requests = eval_requests(
+        load_prompts(section.eval_prompt_data),
+        section.eval_samples_per_prompt,
+        student_grid(config),
+        config.rollout_seed,
+        config.algorithm.dmd2_student_sample_type,
+    )
     return FixedEvaluation(requests, interval=config.eval_every, last=config.rollout.num_rollout)
 
 
@@ -263,16 +287,22 @@ def _cuda_devices(config: Config) -> int:
     return torch.cuda.device_count()
 
 
-def _check_canvas(config: Config) -> ModelAdapter:
-    """The model family can make pictures of this size; returns its adapter."""
+def _check_canvas(config: Config, prompts: Sequence[str]) -> ModelAdapter:
+    """The model family can make pictures of this size, and real latents, if any, are of it; returns its adapter."""
+    from miles_dmd2.models.checkpoint import component_digest
     from miles_dmd2.models.registry import build_adapter
 
     try:
-        return build_adapter(config.model.hf_checkpoint, config.model.diffusion_height, config.model.diffusion_width)
+        adapter = build_adapter(config.model.hf_checkpoint, config.model.diffusion_height, config.model.diffusion_width)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     except (TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"--hf-checkpoint {config.model.hf_checkpoint}: malformed config.json: {error!r}") from error
+    path = config.algorithm.dmd2_latents
+    if path is not None:
+        vae = component_digest(config.model.hf_checkpoint, "vae")
+        check_latents(path, read_latents(path), prompts, adapter.latent_shape, vae)
+    return adapter
 
 
 def _check_sglang(config: Config, adapter: ModelAdapter) -> None:

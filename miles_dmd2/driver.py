@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
+from miles_dmd2.config.clock import EVERY_ROLLOUT, StudentClock
 from miles_dmd2.observability import PhaseClock, Sink, logger
 from miles_dmd2.types import (
     Engines,
@@ -46,13 +47,16 @@ def train(
     evaluation: Evaluation,
     checkpoints: Checkpoints,
     sink: Sink,
+    student_clock: StudentClock = EVERY_ROLLOUT,
 ) -> Weights:
     """Run `rollouts`, evaluate the last student, return its weights, and leave nothing running, whatever happens.
 
     Everyone arrives asleep. At most one of engines and groups is awake at any time; the engines serve verified
     weights before the first sample; a group sleeps right after its own train step; what a group hands over reaches
-    every later group (DMD2, arXiv 2405.14867, algorithm 1, with the roles in processes of their own). When the engines
-    fail the groups are asleep between two rollouts: what is done so far becomes a checkpoint before the error goes on.
+    every later group (DMD2, arXiv 2405.14867, algorithm 1, with the roles in processes of their own). The actor trains
+    on the rollouts that `student_clock` names; on the others its weights stay, and so does all that counts its steps.
+    When the engines fail the groups are asleep between two rollouts: what is done so far becomes a checkpoint before
+    the error goes on.
     """
     clock = PhaseClock(sink)
     with ExitStack() as stack:
@@ -66,10 +70,12 @@ def train(
                 if evaluation.due(rollout_id):
                     metrics |= _evaluate(evaluation, engines, weights, clock, rollout_id)
                 with clock(rollout_id, "generate"):
-                    batch = _generate(engines, source(rollout_id), rollout_id, weights)
+                    batch = _generate(engines, source(rollout_id), rollout_id, weights, student_clock.due(rollout_id))
                 metrics |= {f"rollout/{key}": value for key, value in engines.metrics().items()}
             external: dict[str, tuple[Any, ...]] = {}
             for group in groups:
+                if group.role == "actor" and not batch.student_step:
+                    continue
                 with clock(rollout_id, group.name), awake(group):
                     result = group.train(batch, external)
                     if group.role == "actor":
@@ -143,9 +149,13 @@ def _evaluate(
 
 
 def _generate(
-    engines: Engines, windows: Sequence[Sequence[RolloutRequest]], rollout_id: int, weights: Weights
+    engines: Engines,
+    windows: Sequence[Sequence[RolloutRequest]],
+    rollout_id: int,
+    weights: Weights,
+    student_step: bool,
 ) -> RolloutBatch:
-    batch = RolloutBatch(rollout_id, weights["raw"].version, engines.generate(windows))
+    batch = RolloutBatch(rollout_id, weights["raw"].version, engines.generate(windows), student_step)
     wanted = tuple(request.sample_id for window in windows for request in window)
     if batch.sample_ids != wanted:
         raise ValueError(f"rollout {rollout_id}: engines returned samples {batch.sample_ids}, asked for {wanted}")

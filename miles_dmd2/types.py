@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 WeightKind = Literal["raw", "ema"]
 Role = Literal["critic", "actor"]
+SampleType = Literal["ode", "sde"]
 
 # One sample's conditioning as its model family defines it: tensors without a batch axis, by name.
 Conditioning = Mapping[str, "Tensor"]
@@ -34,7 +35,11 @@ class WeightVersion:
 
 @dataclass(frozen=True, slots=True)
 class RolloutRequest:
-    """One sample to generate. `sigmas` are the N+1 fp32 grid values (terminal 0 included) as Python floats."""
+    """One sample to generate. `sigmas` are the N+1 fp32 grid values (terminal 0 included) as Python floats.
+
+    sample_type: how it hops from step to step, by Euler or by noising x0 afresh. real_latent: instead of hopping, noise
+    this row of the run's real latents to the stop step's sigma.
+    """
 
     sample_id: int
     prompt: str
@@ -42,6 +47,8 @@ class RolloutRequest:
     sigmas: tuple[float, ...]
     stop_step: int
     decode: bool = False
+    sample_type: SampleType = "ode"
+    real_latent: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +125,15 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class RolloutBatch:
-    """One rollout, cut into the critic's windows in sample-id order. The actor reads the last window only."""
+    """One rollout, cut into the critic's windows in sample-id order. The actor reads the last window only.
+
+    student_step: whether the student takes a step on it, so whether its last window is scored.
+    """
 
     rollout_id: int
     weight_version: WeightVersion
     windows: tuple[tuple[Chunk, ...], ...]
+    student_step: bool = True
 
     @property
     def sample_ids(self) -> tuple[int, ...]:
@@ -154,6 +165,9 @@ class Engines(Protocol):
 
     def load_weights(self, update: WeightUpdate) -> None:
         """Load and verify (checksum and probe); raises if the engines do not serve exactly these weights."""
+
+    def conditioning(self, prompts: Sequence[str]) -> list[Conditioning]:
+        """What samples of these prompts carry as `cond`, in the order of the prompts; "" is a prompt here."""
 
     def generate(self, windows: Sequence[Sequence[RolloutRequest]]) -> tuple[tuple[Chunk, ...], ...]:
         """All windows' samples, each window in the order of its requests and in one or more chunks.

@@ -100,7 +100,6 @@ CASES = {
     "taken directory": (taken_run_dir, ["--run-dir", "holds another run", "--load"]),
     "no checkpoint": (changed(load="/nowhere"), ["--load /nowhere", "no such directory"]),
     "canvas": (changed(diffusion_height=33), ["--diffusion-height 33", "32"]),
-    "not yet: sde": (changed(dmd2_student_sample_type="sde"), ["sde", "not available"]),
     "sglang without a Python": (changed(rollout_engine="sglang"), ["--sglang-python is required"]),
     "sglang's Python": (
         changed(rollout_engine="sglang", sglang_python="/nowhere/python"),
@@ -115,6 +114,7 @@ CASES = {
         ["--sglang-weight-directory /proc/version/x", "is a file"],
     ),
     "sglang's flags beside local": (changed(sglang_log_level="info"), ["--sglang-log-level", "--rollout-engine"]),
+    "sigmas": (changed(diffusion_sigmas="1,2"), ["--diffusion-sigmas 1,2", "decrease"]),
 }
 
 

@@ -25,34 +25,40 @@ from miles_dmd2.algo.draws import (
     key_seed,
     normal,
     normal_batch,
+    normal_stream,
     sample_seed,
     uniform,
     uniform_batch,
 )
 from miles_dmd2.algo.flow import add_noise, guide, noise_from_velocity, velocity_from_x0, x0_from_velocity
-from miles_dmd2.algo.sampler import euler_step, rollout, rollout_rows
-from miles_dmd2.algo.sigmas import sample_score_sigma, shift_sigma, sigma_grid
+from miles_dmd2.algo.sampler import euler_step, forward_noise, rollout, rollout_rows
+from miles_dmd2.algo.sigmas import SIGMA_LAWS, SigmaLaw, logit_normal, sample_score_sigma, shift_sigma, sigma_grid
 
 __all__ = [
     "CRITIC_SPACES",
     "PURPOSES",
+    "SIGMA_LAWS",
     "CriticSpace",
     "Purpose",
     "Reduction",
+    "SigmaLaw",
     "add_noise",
     "critic_loss",
     "dmd_gradient",
     "euler_step",
     "eval_seed",
     "flow_matching_loss",
+    "forward_noise",
     "guide",
     "initial_noise",
     "integer",
     "key_seed",
+    "logit_normal",
     "mean_abs_difference",
     "noise_from_velocity",
     "normal",
     "normal_batch",
+    "normal_stream",
     "rollout",
     "rollout_rows",
     "sample_score_sigma",

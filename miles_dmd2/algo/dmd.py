@@ -41,20 +41,23 @@ def mean_abs_difference(a: Tensor, b: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def dmd_gradient(x0: Tensor, x0_real: Tensor, x0_fake: Tensor, *, eps: float = 1e-6) -> Tensor:
-    """(x0_fake - x0_real) / max(mean |x0 - x0_real|, eps), what descent *subtracts* from x0 (DMD eq. 7, 8).
+def dmd_gradient(
+    x0: Tensor, x0_real: Tensor, x0_fake: Tensor, *, eps: float = 1e-6, normalizer: Tensor | None = None
+) -> Tensor:
+    """(x0_fake - x0_real) / max(N, eps), what descent *subtracts* from x0 (DMD eq. 7, 8).
 
     x0: the student's clean prediction; x0_real, x0_fake: teacher's and critic's from the same noised x0, at any
-    sigma < 1. The mean is per sample, so the gradient does not depend on the cut into micro-batches; it is invariant to
-    rescaling the latents. Detached. A sample whose mean is below eps is degenerate: count it with
-    `mean_abs_difference(x0, x0_real) < eps`. A non-finite input stays non-finite: the trainer checks and skips,
-    nothing is hidden here. ValueError: shapes, eps <= 0.
+    sigma < 1. N = mean |x0 - x0_real| per sample, so the gradient does not depend on the cut into micro-batches; it is
+    invariant to rescaling the latents. `normalizer`, one number `[]` or one per sample `[batch]`, replaces N: that of
+    a whole batch has to be taken over all its micro-batches beforehand. Detached. A sample whose N is below eps is
+    degenerate: count it with `N < eps`. A non-finite input stays non-finite: the trainer checks and skips, nothing is
+    hidden here. ValueError: shapes, eps <= 0.
     """
     if not eps > 0:
         raise ValueError(f"eps must be > 0, got {eps}")
     x0, x0_real, x0_fake = aligned(x0=x0, x0_real=x0_real, x0_fake=x0_fake)
-    normalizer = mean_abs_difference(x0, x0_real).clamp(min=eps)
-    return (x0_fake - x0_real) / normalizer.view(-1, *(1,) * (x0.ndim - 1))
+    of_each = mean_abs_difference(x0, x0_real) if normalizer is None else normalizer.to(x0).expand(x0.shape[0])
+    return (x0_fake - x0_real) / of_each.clamp(min=eps).view(-1, *(1,) * (x0.ndim - 1))
 
 
 def student_loss(x0: Tensor, gradient: Tensor, *, reduction: Reduction = "mean") -> Tensor:

@@ -18,8 +18,11 @@ Purpose = Literal[
     "sample_seed",
     "eval_seed",
     "stop_step",
+    "real_latent",
     "score_sigma",
     "score_noise",
+    "scoring_pass_sigma",
+    "scoring_pass_noise",
     "order",
     "probe",
 ]
@@ -77,6 +80,12 @@ def normal(key: int, shape: Sequence[int]) -> Tensor:
 def normal_batch(keys: Sequence[int], shape: Sequence[int]) -> Tensor:
     """`[len(keys), *shape]` fp32, each row `normal` of its key, whatever the batch around it."""
     return torch.stack([normal(key, shape) for key in keys])
+
+
+def normal_stream(seed: int, shape: Sequence[int], count: int) -> Tensor:
+    """`[count, *shape]` fp32: the first `count` draws of one CPU `torch.Generator`; row 0 is `normal(seed, shape)`."""
+    generator = torch.Generator().manual_seed(_checked(seed))
+    return torch.stack([torch.randn(tuple(shape), generator=generator, dtype=torch.float32) for _ in range(count)])
 
 
 def initial_noise(seed: int, shape: Sequence[int]) -> Tensor:

@@ -13,7 +13,8 @@ from miles_dmd2.cluster.process import dtype_of, load_function, set_up
 from miles_dmd2.cluster.runtime import wait
 from miles_dmd2.cluster.server_worker import RemoteServer
 from miles_dmd2.cluster.settings import EngineSettings
-from miles_dmd2.cluster.wire import Array, PackedSamples, pack_samples, unpack_samples, unpack_tensors
+from miles_dmd2.cluster.wire import Array, PackedSamples, pack_samples, pack_tensors, unpack_samples, unpack_tensors
+from miles_dmd2.data.latents import read_latents
 from miles_dmd2.engines.base import RolloutEngine
 from miles_dmd2.engines.local import LocalEngine
 from miles_dmd2.engines.sglang.engine import SGLangEngine
@@ -21,7 +22,7 @@ from miles_dmd2.engines.sglang.server import ExternalServer, Server
 from miles_dmd2.media.gallery import save_eval_media
 from miles_dmd2.models.base import ModelAdapter
 from miles_dmd2.observability import RunError
-from miles_dmd2.types import Chunk, RolloutRequest, WeightKind, WeightUpdate
+from miles_dmd2.types import Chunk, Conditioning, RolloutRequest, WeightKind, WeightUpdate
 
 _CLOSE_SECONDS = 5.0  # for a client to remove what it wrote; the next run removes what one that is killed leaves
 
@@ -53,6 +54,9 @@ class EngineWorker:
         self._engine.load_weights(update, unpack_tensors(arrays))
         assert self._engine.weight_checksum is not None
         return self._engine.weight_checksum
+
+    def conditioning(self, prompts: Sequence[str]) -> list[dict[str, Array]]:
+        return [pack_tensors(cond) for cond in self._engine.conditioning(prompts)]
 
     def generate(self, windows: Sequence[Sequence[RolloutRequest]]) -> tuple[int | PackedSamples, ...]:
         """The number of samples, then one value per window: each is an object of its own (`num_returns`).
@@ -94,8 +98,13 @@ def build_engine(settings: EngineSettings, adapter: ModelAdapter, server_workers
     """The engine that `settings` ask for, awake. server_workers: actors whose servers are up, for SGLang."""
     worker = settings.worker
     if settings.client is None or settings.servers is None:
-        dtype = dtype_of(worker.forward_dtype)
-        return LocalEngine(adapter, device=worker.device, dtype=dtype, batch_size=settings.batch_size)
+        return LocalEngine(
+            adapter,
+            device=worker.device,
+            dtype=dtype_of(worker.forward_dtype),
+            batch_size=settings.batch_size,
+            real_latents=None if settings.latents is None else read_latents(settings.latents).latents,
+        )
     servers: list[Server] = [ExternalServer(url) for url in settings.servers.urls]
     servers += [RemoteServer(actor, settings.servers.start_timeout) for actor in server_workers]
     return SGLangEngine(adapter, servers, settings.client)
@@ -152,6 +161,11 @@ class RayEngineGroup:
         )
         if set(served) != {update.checksum}:
             raise RunError(f"weight sync: the actor exported {update.checksum}, engines serve {sorted(set(served))}")
+
+    def conditioning(self, prompts: Sequence[str]) -> list[Conditioning]:
+        """The first engine's: all hold the same text encoder."""
+        (packed,) = wait([self._actors[0].conditioning.remote(list(prompts))], self._timeout, "conditioning")
+        return [unpack_tensors(arrays) for arrays in packed]
 
     def generate(self, windows: Sequence[Sequence[RolloutRequest]]) -> tuple[tuple[Chunk, ...], ...]:
         chunks: list[list[Chunk]] = [[] for _ in windows]

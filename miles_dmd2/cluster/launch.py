@@ -17,6 +17,7 @@ from miles_dmd2.cluster.settings import EngineSettings, SavedState, ServerSettin
 from miles_dmd2.cluster.trainer_group import RayTrainerGroup
 from miles_dmd2.config import Config, TrainerSpec
 from miles_dmd2.engines.sglang.pool import SGLangSettings
+from miles_dmd2.types import Conditioning
 
 
 @contextmanager
@@ -48,9 +49,20 @@ def launch(
                 groups.append(group)
             servers.build()
             engines.build()  # one after the other, each asleep before the next: they share a device
+            uncond = unconditional(engines, config)
             for group in groups:
-                group.build(saved_state(manifest, group))
+                group.build(saved_state(manifest, group), uncond)
             yield engines, groups
+
+
+def unconditional(engines: RayEngineGroup, config: Config) -> Conditioning | None:
+    """The conditioning of the guided teacher's second forward, once for the run; None for an unguided teacher."""
+    if config.algorithm.dmd2_teacher_guidance_scale == 1:
+        return None
+    engines.wake()
+    (cond,) = engines.conditioning([config.algorithm.dmd2_negative_prompt or ""])
+    engines.sleep()
+    return cond
 
 
 def worker_settings(config: Config) -> WorkerSettings:
@@ -75,6 +87,7 @@ def engine_settings(config: Config, worker: WorkerSettings) -> EngineSettings:
         batch_size=config.rollout.rollout_engine_batch_size,
         eval_metrics=_absolute(config.evaluation.eval_metrics_path),
         media_directory=(config.run.run_dir / "eval").resolve(),
+        latents=config.algorithm.dmd2_latents.resolve() if config.algorithm.dmd2_latents else None,
         client=client_settings(config) if sglang else None,
         servers=server_settings(config) if sglang else None,
     )
@@ -122,12 +135,19 @@ def trainer_job(config: Config, spec: TrainerSpec, worker: WorkerSettings) -> Tr
         worker=worker,
         spec=replace(spec, checkpoint=spec.checkpoint.resolve()),
         seed=config.run.seed,
-        num_steps=config.rollout.diffusion_num_steps,
+        num_steps=config.num_steps,
         critic_loss_space=algorithm.dmd2_critic_loss_space,
         tell_stop_step=algorithm.dmd2_critic_conditioning == "stop_step",
         score_sigma_range=algorithm.dmd2_score_sigma_range,
         score_shift=config.score_shift,
+        score_sigma_law=algorithm.dmd2_score_sigma_law,
+        score_sigma_logit=(algorithm.dmd2_score_sigma_logit_mean, algorithm.dmd2_score_sigma_logit_std),
+        critic_scoring=algorithm.dmd2_critic_scoring,
+        teacher_guidance_scale=algorithm.dmd2_teacher_guidance_scale,
+        normalizer=algorithm.dmd2_normalizer,
+        normalizer_eps=algorithm.dmd2_normalizer_eps,
         student_ema_decay=algorithm.student_ema_decay,
+        student_ema_start=algorithm.student_ema_start,
         max_skipped_steps=config.run.max_skipped_steps,
         max_x0_drift=config.max_x0_drift,
         start_timeout=config.start_timeout,

@@ -49,13 +49,15 @@ class ServerSettings:
 class EngineSettings:
     """`eval_metrics`: module:function or file.py:function, None for none. `media_directory`: eval pictures.
 
-    `batch_size`: of the local engine; `client` and `servers`: of the SGLang engine, None for the local one.
+    `batch_size` and `latents` (file of real latents, None for backward simulation): of the local engine; `client` and
+    `servers`: of the SGLang engine, None for the local one.
     """
 
     worker: WorkerSettings
     batch_size: int
     eval_metrics: str | None
     media_directory: Path
+    latents: Path | None
     client: SGLangSettings | None = None
     servers: ServerSettings | None = None
 
@@ -75,7 +77,14 @@ class TrainerJob:
     tell_stop_step: bool
     score_sigma_range: tuple[float, float]
     score_shift: float
+    score_sigma_law: Literal["uniform", "logit_normal"]
+    score_sigma_logit: tuple[float, float]  # mean and standard deviation
+    critic_scoring: Literal["fused", "original"]
+    teacher_guidance_scale: float
+    normalizer: Literal["sample", "batch"]
+    normalizer_eps: float
     student_ema_decay: float
+    student_ema_start: int
     max_skipped_steps: int
     max_x0_drift: float
     start_timeout: float

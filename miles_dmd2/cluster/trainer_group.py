@@ -4,18 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
 from torch import nn
 
+from miles_dmd2.algo import sample_score_sigma
 from miles_dmd2.checkpointing import merge_states
 from miles_dmd2.cluster.placement import Placement
 from miles_dmd2.cluster.process import dtype_of, set_up
 from miles_dmd2.cluster.runtime import wait
 from miles_dmd2.cluster.settings import SavedState, TrainerJob
-from miles_dmd2.cluster.wire import Array, PackedScores, pack_scores, pack_tensors, unpack_samples, unpack_scores
+from miles_dmd2.cluster.wire import (
+    Array,
+    PackedScores,
+    pack_scores,
+    pack_tensors,
+    unpack_samples,
+    unpack_scores,
+    unpack_tensors,
+)
 from miles_dmd2.models.base import ModelAdapter
 from miles_dmd2.models.registry import build_adapter
 from miles_dmd2.training.actor import ActorTrainer
@@ -23,9 +33,11 @@ from miles_dmd2.training.batching import wanted_ids
 from miles_dmd2.training.critic import CriticTrainer
 from miles_dmd2.training.distributed import Ranks, init_ranks, join_rendezvous, open_rendezvous
 from miles_dmd2.training.optimizer import OptimizerSettings
+from miles_dmd2.training.scoring import Guidance, ScoreSigma
 from miles_dmd2.training.trainer import TrainerSettings
 from miles_dmd2.types import (
     Chunk,
+    Conditioning,
     GroupState,
     Role,
     RolloutBatch,
@@ -53,7 +65,7 @@ class TrainerWorker:
         self._store = open_rendezvous(host, self._job.spec.num_ranks, self._job.start_timeout)
         return host, self._store.port
 
-    def build(self, host: str, port: int, saved: SavedState | None) -> None:
+    def build(self, host: str, port: int, saved: SavedState | None, uncond: dict[str, Array] | None) -> None:
         """Join the group, load networks (and a checkpoint's state), go to sleep."""
         spec = self._job.spec
         store = self._store or join_rendezvous(host, port, spec.num_ranks, self._job.start_timeout)
@@ -64,7 +76,8 @@ class TrainerWorker:
             device=self._job.worker.device,
             timeout_s=self._job.collective_timeout,
         )
-        self._trainer = build_trainer(self._job, self._adapter, ranks)
+        cond = None if uncond is None else unpack_tensors(uncond)
+        self._trainer = build_trainer(self._job, self._adapter, ranks, cond)
         if saved is not None:
             self._trainer.load(saved.directory, saved.counters)
         self._trainer.sleep()
@@ -82,6 +95,7 @@ class TrainerWorker:
         windows: Windows,
         chunks: Sequence[Chunk],
         external: Sequence[Any],
+        student_step: bool,
     ) -> tuple[dict[str, float], PackedScores | None]:
         """Two values (`num_returns`): metrics for the driver, scores for whoever is handed them.
 
@@ -94,7 +108,7 @@ class TrainerWorker:
                 f"rollout {rollout_id} was to be of {version}, samples are of {', '.join(sorted(foreign))}"
             )
         if isinstance(self._trainer, CriticTrainer):
-            metrics, scores = self._trainer.train(rollout_id, windows, samples)
+            metrics, scores = self._trainer.train(rollout_id, windows, samples, score=student_step)
             return metrics, pack_scores(scores)
         handed = [unpack_scores(packed) for packed in ray.get(list(external)) if packed is not None]
         return self._trainer.train(rollout_id, windows, samples, handed), None
@@ -146,10 +160,14 @@ class RayTrainerGroup:
     def world_size(self) -> int:
         return len(self._workers)
 
-    def build(self, saved: SavedState | None) -> None:
-        """Introduce the ranks to each other and let them load; returns when all are asleep."""
+    def build(self, saved: SavedState | None, uncond: Conditioning | None = None) -> None:
+        """Introduce the ranks to each other and let them load; returns when all are asleep.
+
+        `uncond`: conditioning of a guided teacher's unconditional forward.
+        """
         ((host, port),) = wait([self._workers[0].open_rendezvous.remote()], self._start_timeout, self._starting)
-        building = [worker.build.remote(host, port, saved) for worker in self._workers]
+        packed = None if uncond is None else pack_tensors(uncond)
+        building = [worker.build.remote(host, port, saved, packed) for worker in self._workers]
         wait(building, self._start_timeout, self._starting)
 
     def wake(self) -> None:
@@ -166,7 +184,9 @@ class RayTrainerGroup:
         metrics, scores = [], []
         for worker in self._workers:
             task = worker.train.options(num_returns=2)
-            of_rank, scored = task.remote(batch.rollout_id, batch.weight_version, ids, chunks, handed)
+            of_rank, scored = task.remote(
+                batch.rollout_id, batch.weight_version, ids, chunks, handed, batch.student_step
+            )
             metrics.append(of_rank)
             scores.append(scored)
         reduced = wait(metrics, self._timeout, f"rollout {batch.rollout_id}, {self.name} training")
@@ -216,8 +236,10 @@ def _settings(job: TrainerJob) -> TrainerSettings:
     )
 
 
-def build_trainer(job: TrainerJob, adapter: ModelAdapter, ranks: Ranks) -> CriticTrainer | ActorTrainer:
-    """This rank's trainer with its networks loaded, awake."""
+def build_trainer(
+    job: TrainerJob, adapter: ModelAdapter, ranks: Ranks, uncond: Conditioning | None = None
+) -> CriticTrainer | ActorTrainer:
+    """This rank's trainer with its networks loaded, awake. `uncond`: for a guided teacher's unconditional forward."""
     if job.spec.role == "actor":
         return ActorTrainer(
             _settings(job),
@@ -226,6 +248,9 @@ def build_trainer(job: TrainerJob, adapter: ModelAdapter, ranks: Ranks) -> Criti
             ranks,
             ema_decay=job.student_ema_decay,
             max_x0_drift=job.max_x0_drift,
+            ema_start=job.student_ema_start,
+            normalizer=job.normalizer,
+            normalizer_eps=job.normalizer_eps,
         )
     return CriticTrainer(
         _settings(job),
@@ -233,10 +258,24 @@ def build_trainer(job: TrainerJob, adapter: ModelAdapter, ranks: Ranks) -> Criti
         _start(job, adapter),
         adapter.load_transformer(),
         ranks,
-        score_sigma_range=job.score_sigma_range,
-        score_sigma_shift=job.score_shift,
+        score_sigma=_score_sigma(job),
         loss_space=job.critic_loss_space,
+        scoring=job.critic_scoring,
+        guidance=None if uncond is None else Guidance(job.teacher_guidance_scale, uncond),
         told_stop_steps=job.num_steps if job.tell_stop_step else None,
+    )
+
+
+def _score_sigma(job: TrainerJob) -> ScoreSigma:
+    (lo, hi), (mean, std) = job.score_sigma_range, job.score_sigma_logit
+    return partial(
+        sample_score_sigma,
+        lo=lo,
+        hi=hi,
+        shift=job.score_shift,
+        law=job.score_sigma_law,
+        logit_mean=mean,
+        logit_std=std,
     )
 
 

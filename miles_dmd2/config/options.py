@@ -187,7 +187,7 @@ def _first_fault(error: ValidationError, values: Mapping[str, object], origins: 
         option = OPTIONS[names[0]]
         also = f"; also required: {', '.join(flag_of(name) for name in names[1:])}" if names[1:] else ""
         return ConfigError(f"{option.flag} is required: {option.description}{also}")
-    if not fault["loc"]:  # a check over several options: its message names them
+    if len(fault["loc"]) < 2:  # a check over several options: its message names them
         return ConfigError(str(fault["ctx"]["error"]))
     name = str(fault["loc"][1])
     origin = f" ({origins[name]})" if name in origins else ""

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from statistics import NormalDist
 from typing import Any
 
 import yaml
 
+from miles_dmd2.config.clock import StudentClock
 from miles_dmd2.config.options import OPTIONS, flatten
 from miles_dmd2.config.schema import Config
-from miles_dmd2.config.trainers import TrainerSpec
+from miles_dmd2.config.trainers import TrainerSpec, student_clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,17 +36,20 @@ class GroupPlan:
 
 @dataclass(frozen=True, slots=True)
 class ForwardPlan:
-    """Transformer passes of one rollout (that is, of one student update), counted in samples.
+    """Transformer passes of one student update, that is of the rollouts that lead to it, counted in samples.
 
-    engine: student forwards of the rollout, samples x (k + 1) in the mean over the stop step k. critic and student:
-    forwards, each with its backward. teacher: forwards. The critic's scores cost none: they are its last step's.
-    cost: all in forwards of one window, a backward counted as 2 (H3: 5 x 2.5 + 5 x 3 + 1 + 3 = 31.5).
+    engine: student forwards of the rollouts, samples x (k + 1) in the mean over the stop step k (1 on real
+    latents). critic and student:
+    forwards, each with its backward. teacher: forwards, two per sample when guided. scoring: forwards of the critic
+    for the scores alone, none when they are its last step's. cost: all in forwards of one window, a backward counted
+    as 2 (H3: 5 x 2.5 + 5 x 3 + 1 + 3 = 31.5).
     """
 
     engine: float
     critic: int
     teacher: int
     student: int
+    scoring: int
     cost: float
 
 
@@ -62,8 +68,11 @@ class Plan:
     engine_placement: str
     engine_details: str
     student_steps: int
+    sample_type: str
+    student_input: str
     sigmas: tuple[float, ...]
     stop_law: str
+    student_clock: str
     score_sigma: str
     groups: tuple[GroupPlan, ...]
     forwards_per_update: ForwardPlan
@@ -90,9 +99,12 @@ def build_plan(config: Config, trainers: Sequence[TrainerSpec]) -> Plan:
         engines=config.num_engines,
         engine_placement=" ".join(config.sglang.rollout_engine_url) or _placement(config.num_engines, per_node),
         engine_details=_engine_details(config),
-        student_steps=rollout.diffusion_num_steps,
-        sigmas=student_sigmas(rollout.diffusion_num_steps, rollout.diffusion_flow_shift),
+        student_steps=config.num_steps,
+        sample_type=config.algorithm.dmd2_student_sample_type,
+        student_input=config.algorithm.dmd2_student_input,
+        sigmas=config.explicit_sigmas or student_sigmas(config.num_steps, rollout.diffusion_flow_shift),
         stop_law=config.stop_law,
+        student_clock=_student_clock(student_clock(config, trainers)),
         score_sigma=_score_sigma(config),
         groups=tuple(_group(trainer, per_node) for trainer in trainers),
         forwards_per_update=_forwards(config, trainers),
@@ -159,28 +171,50 @@ def _engine_details(config: Config) -> str:
 
 
 def _forwards(config: Config, trainers: Sequence[TrainerSpec]) -> ForwardPlan:
-    samples, steps = config.samples_per_rollout, config.rollout.diffusion_num_steps
-    engine = samples * (float(steps) if config.stop_law == "full" else (steps + 1) / 2)
-    critic = sum(t.window_size * t.num_steps_per_rollout for t in trainers if t.role == "critic")
+    interval = student_clock(config, trainers).interval
+    samples, steps = interval * config.samples_per_rollout, config.num_steps
+    per_sample = float(steps) if config.stop_law == "full" else (steps + 1) / 2
+    engine = samples * (1.0 if _real_latents(config) else per_sample)
+    critic = interval * sum(t.window_size * t.num_steps_per_rollout for t in trainers if t.role == "critic")
     student = sum(t.window_size * t.num_steps_per_rollout for t in trainers if t.role == "actor")
-    cost = (engine + 3 * critic + student + 3 * student) / student
-    return ForwardPlan(engine=engine, critic=critic, teacher=student, student=student, cost=round(cost, 3))
+    teacher = student * (1 if config.algorithm.dmd2_teacher_guidance_scale == 1 else 2)
+    scoring = student if config.algorithm.dmd2_critic_scoring == "original" else 0
+    cost = (engine + 3 * critic + scoring + teacher + 3 * student) / student
+    return ForwardPlan(
+        engine=engine, critic=critic, teacher=teacher, student=student, scoring=scoring, cost=round(cost, 3)
+    )
+
+
+def _student_clock(clock: StudentClock) -> str:
+    every = "every rollout" if clock.interval == 1 else f"every {clock.interval} rollouts"
+    return f"{every} after {clock.warmup} for the critic alone" if clock.warmup else every
+
+
+def _real_latents(config: Config) -> bool:
+    return config.algorithm.dmd2_student_input == "forward_noise"
 
 
 def _score_sigma(config: Config) -> str:
-    low, high = config.algorithm.dmd2_score_sigma_range
+    algorithm = config.algorithm
+    low, high = algorithm.dmd2_score_sigma_range
+    mean, std = algorithm.dmd2_score_sigma_logit_mean, algorithm.dmd2_score_sigma_logit_std
     shift = config.score_shift
-    text = f"uniform in [{low:g}, {high:g}], shift {shift:g}"
+    logit = algorithm.dmd2_score_sigma_law == "logit_normal"
+    law = f"logit-normal ({mean:g}, {std:g})" if logit else "uniform"
+    text = f"{law} in [{low:g}, {high:g}], shift {shift:g}"
     if shift == 1:
         return text
     end = high if shift > 1 else low
-    taken_to_end = end / (shift + (1 - shift) * end)
-    clamped = min(abs(end - taken_to_end) / (high - low), 1.0)
+    place = (end / (shift + (1 - shift) * end) - low) / (high - low)  # of [low, high] what the shift takes to the end
+    below = min(max(place, 0.0), 1.0)
+    if logit and 0 < below < 1:
+        below = NormalDist(mean, std).cdf(math.log(below / (1 - below)))
+    clamped = 1 - below if shift > 1 else below
     return f"{text}, clamped ({clamped:.1%} of the draws at {end:g})"
 
 
 def _notes(config: Config, critic: TrainerSpec) -> tuple[str, ...]:
-    random_stop = config.stop_law != "full" and config.rollout.diffusion_num_steps > 1
+    random_stop = config.stop_law != "full" and config.num_steps > 1
     told = config.algorithm.dmd2_critic_conditioning == "stop_step"
     notes = []
     if random_stop and not told:
@@ -188,12 +222,22 @@ def _notes(config: Config, critic: TrainerSpec) -> tuple[str, ...]:
             "one critic for all stop steps that is not told which (published setting); if the student gets worse, try "
             "--dmd2-critic-conditioning stop_step"
         )
+    if (_real_latents(config), config.algorithm.dmd2_student_sample_type) == (True, "ode") and config.num_steps > 1:
+        notes.append(
+            "forward_noise with ode: noised data has the spread sqrt((1-s)^2 std^2 + s^2), the inputs of a right ODE "
+            "student s + (1-s) std: it is trained at other inputs than it will see; sde has no such gap"
+        )
     if told and not random_stop:
         notes.append(
             "--dmd2-critic-conditioning stop_step tells the critic a constant: every sample stops at the last step"
         )
-    if critic.num_steps_per_rollout == 1:
+    if (config.algorithm.dmd2_critic_steps_per_student_step or critic.num_steps_per_rollout) == 1:
         notes.append("the critic takes one step per student step; DMD2 takes several (5): --num-steps-per-rollout")
+    if config.explicit_sigmas and config.explicit_sigmas[0] != 1:
+        notes.append(
+            f"--diffusion-sigmas starts at {config.explicit_sigmas[0]:g}: rollouts scale the initial noise by it, "
+            "plain diffusers pipelines do not"
+        )
     if config.rollout_seed != config.run.seed:
         notes.append(
             f"--rollout-seed {config.rollout_seed} is not --seed {config.run.seed}: runs that differ in --seed alone "
@@ -217,7 +261,9 @@ def render_plan(plan: Plan) -> str:
     lines = [
         f"Plan: {plan.rollouts} rollouts of {plan.samples_per_rollout} samples ({plan.prompts_per_rollout} prompts x "
         f"{plan.samples_per_prompt}), in {plan.windows} windows of {plan.window_size}",
-        f"  student      {plan.student_steps} steps, sigmas {shown}, 0; stop step {plan.stop_law}",
+        f"  student      {plan.student_steps} steps, sigmas {shown}, 0; stop step {plan.stop_law}, "
+        f"{plan.sample_type} hops; a step on {plan.student_clock}",
+        *(["  input        real latents with noise (forward_noise)"] if plan.student_input == "forward_noise" else []),
         f"  score sigma  {plan.score_sigma}",
         f"  engines      {plan.engines} {plan.engine} on {plan.engine_placement}; {plan.engine_details}",
     ]
@@ -228,8 +274,9 @@ def render_plan(plan: Plan) -> str:
             f"{group.updates_per_rollout} a rollout, {group.updates} in all, lr {group.lr:g}"
         )
     lines += [
-        f"  per update   engine {forwards.engine:g} forwards, critic {forwards.critic} with backward, teacher "
-        f"{forwards.teacher}, student {forwards.student} with backward (counted in samples)",
+        f"  per update   engine {forwards.engine:g} forwards, critic {forwards.critic} with backward"
+        f"{f' and {forwards.scoring} to score' if forwards.scoring else ''}, teacher {forwards.teacher}, student "
+        f"{forwards.student} with backward (counted in samples)",
         f"  evals        {_evals(plan)}",
         f"  checkpoints  {plan.checkpoints}",
     ]

@@ -6,18 +6,23 @@ Field names are unique over all sections, because flags and YAML keys are flat. 
 from __future__ import annotations
 
 import os
+import struct
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from miles_dmd2.config.section import Beta, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, Seed
-from miles_dmd2.config.sglang import SGLangSection, check_local, check_sglang
+from miles_dmd2.config.sglang import SGLangSection, check_local, check_sglang, check_student
 
 # Mean |x0 of the trainer - x0 of the engine| that a run may have, by dtype of the forwards: see docs/running.md.
 MAX_X0_DRIFT = {"fp32": 1e-3, "bf16": 0.05}
 START_TIMEOUT = {"local": 180.0, "sglang": 600.0}  # a server imports for a minute or two on a busy machine
 LOCAL_BATCH_SIZE = 64
+DEFAULT_STEPS = 4
+LARGEST_GRID = 1000
 
 
 class ModelSection(Section):
@@ -39,12 +44,20 @@ class AlgorithmSection(Section):
     title: ClassVar[str] = "DMD2"
 
     loss_type: Literal["dmd2"] = Field("dmd2", description="training objective")
-    dmd2_student_sample_type: Literal["ode"] = Field(
-        "ode", description="transition between student steps during backward simulation (sde is not available yet)"
+    dmd2_student_input: Literal["backward_simulation", "forward_noise"] = Field(
+        "backward_simulation",
+        description="what the student is trained at: its own rollout from noise, or real latents with noise",
     )
-    dmd2_stop_step: Literal["per_sample", "shared", "last"] = Field(
+    dmd2_latents: Path | None = Field(
+        None, description="forward_noise: real latents with prompts, encoded once (recipes/digits/latents.py)"
+    )
+    dmd2_student_sample_type: Literal["ode", "sde"] = Field(
+        "ode", description="hop between student steps, in training and evals: Euler, or x0 noised afresh (published)"
+    )
+    dmd2_stop_step: Literal["per_sample", "shared", "last", "round_robin"] = Field(
         "per_sample",
-        description="with stop_at_random_step: one draw per sample, one per rollout, or always the last step",
+        description="with stop_at_random_step: one draw per sample, one per rollout, always the last step, or "
+        "the steps in turn",
     )
     dmd2_critic_loss_space: Literal["velocity", "x0", "eps"] = Field(
         "velocity", description="space of the critic's squared error (x0 weighs it by sigma^2, eps by (1-sigma)^2)"
@@ -52,14 +65,47 @@ class AlgorithmSection(Section):
     dmd2_critic_conditioning: Literal["none", "stop_step"] = Field(
         "none", description="what the critic is told beside the noise level: nothing (published), or the stop step"
     )
+    dmd2_normalizer: Literal["sample", "batch"] = Field(
+        "sample", description="mean |x0 - x0_real| that divides the DMD gradient: of each sample, or one of the window"
+    )
+    dmd2_normalizer_eps: PositiveFloat = Field(
+        1e-6, description="floor of the normalizer; samples below it are counted as dmd2_degenerate_samples"
+    )
+    dmd2_teacher_guidance_scale: NonNegativeFloat = Field(
+        1.0,
+        description="classifier-free guidance of the teacher, uncond + W (cond - uncond); 1: no unconditional forward",
+    )
+    dmd2_negative_prompt: str | None = Field(
+        None, description="prompt of the teacher's unconditional forward (default: the empty prompt)"
+    )
+    dmd2_critic_scoring: Literal["fused", "original"] = Field(
+        "fused",
+        description="x0_fake of the critic's last training forward, or of a pass of its own with draws of its own",
+    )
+    dmd2_score_sigma_law: Literal["uniform", "logit_normal"] = Field(
+        "uniform", description="law of the score sigma before range and shift"
+    )
+    dmd2_score_sigma_logit_mean: Annotated[float, Field(allow_inf_nan=False)] = Field(
+        0.0, description="logit_normal: mean of logit(u)"
+    )
+    dmd2_score_sigma_logit_std: PositiveFloat = Field(1.0, description="logit_normal: standard deviation of logit(u)")
     dmd2_score_sigma_range: tuple[float, float] = Field(
-        (0.02, 0.98), description="LO HI: score sigma is uniform in it, shifted by --fsdp-flow-shift, clamped to it"
+        (0.02, 0.98), description="LO HI: score sigma is spread over it, shifted by --fsdp-flow-shift, clamped to it"
     )
     fsdp_flow_shift: str = Field(
         "1.0", description="shift of the trainers' score sigma: K, or visual=K (audio=K where the family has sound)"
     )
+    dmd2_critic_steps_per_student_step: PositiveInt | None = Field(
+        None,
+        description="critic updates between student updates, a multiple of the critic's --num-steps-per-rollout: the "
+        "student then learns on each so many rollouts (default: on every rollout)",
+    )
+    dmd2_critic_warmup_rollouts: NonNegativeInt = Field(0, description="rollouts at the start for the critic alone")
     student_ema_decay: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0, description="decay of the student's average per student update; 0 keeps none"
+    )
+    student_ema_start: NonNegativeInt = Field(
+        0, description="student updates before the average begins; until then it is the student itself"
     )
 
     @field_validator("dmd2_score_sigma_range")
@@ -68,6 +114,35 @@ class AlgorithmSection(Section):
         if not 0 < value[0] < value[1] < 1:
             raise ValueError("LO HI must satisfy 0 < LO < HI < 1, for example 0.02 0.98")
         return value
+
+    @model_validator(mode="after")
+    def _without_effect(self) -> AlgorithmSection:
+        """An option that would change nothing beside the others is refused."""
+        if self.dmd2_teacher_guidance_scale == 1 and self.dmd2_negative_prompt is not None:
+            raise ValueError(
+                f"--dmd2-negative-prompt {self.dmd2_negative_prompt}: is never read with --dmd2-teacher-guidance-scale "
+                "1; leave it out, or raise the scale"
+            )
+        if (self.dmd2_student_input == "forward_noise") != (self.dmd2_latents is not None):
+            raise ValueError(
+                "--dmd2-student-input forward_noise: needs real latents; give --dmd2-latents"
+                if self.dmd2_latents is None
+                else f"--dmd2-latents {self.dmd2_latents}: is never read with --dmd2-student-input "
+                "backward_simulation; leave it out, or use forward_noise"
+            )
+        if self.student_ema_start and not self.student_ema_decay:
+            raise ValueError(
+                f"--student-ema-start {self.student_ema_start}: no average is kept with --student-ema-decay 0; leave "
+                "it out, or set a decay, for example 0.99"
+            )
+        for name, unset in (("dmd2_score_sigma_logit_mean", 0.0), ("dmd2_score_sigma_logit_std", 1.0)):
+            value = getattr(self, name)
+            if self.dmd2_score_sigma_law == "uniform" and value != unset:
+                raise ValueError(
+                    f"--{name.replace('_', '-')} {value}: has no effect with --dmd2-score-sigma-law uniform; leave it "
+                    "out, or use logit_normal"
+                )
+        return self
 
     @field_validator("fsdp_flow_shift", mode="before")
     @classmethod
@@ -87,10 +162,17 @@ class RolloutSection(Section):
     global_batch_size: PositiveInt | None = Field(
         None, description="samples per rollout; must equal rollout-batch-size x n-samples-per-prompt (default: it)"
     )
-    diffusion_num_steps: Annotated[int, Field(gt=0, le=1000)] = Field(4, description="student steps N")
+    diffusion_num_steps: Annotated[int, Field(gt=0, le=LARGEST_GRID)] | None = Field(
+        None, description="student steps N (default: 4, or as many as --diffusion-sigmas has)"
+    )
+    diffusion_sigmas: str | None = Field(
+        None,
+        description="the student's grid itself, N decreasing sigmas in (0, 1] and perhaps the terminal 0, as "
+        "1,0.94,0.83,0.62 (default: from --diffusion-num-steps and --diffusion-flow-shift)",
+    )
     diffusion_flow_shift: PositiveFloat = Field(1.0, description="shift of the student's sigma grid")
     diffusion_guidance_scale: float = Field(
-        1.0, description="guidance of student and teacher; other values than 1.0 (unguided) are not available yet"
+        1.0, description="guidance of the student, always 1.0 (unguided); the teacher's: --dmd2-teacher-guidance-scale"
     )
     diffusion_step_strategy: Literal["full", "stop_at_random_step"] = Field(
         "stop_at_random_step", description="run every sample to the end, or stop at the step --dmd2-stop-step says"
@@ -107,11 +189,19 @@ class RolloutSection(Section):
     rm_type: Literal["none"] = Field("none", description="reward: none (constant 0, no scorer, no decode in training)")
     rollout_seed: Seed | None = Field(None, description="seed of prompt order, noise and stop steps (default: --seed)")
 
+    @field_validator("diffusion_sigmas", mode="before")
+    @classmethod
+    def _written_alike(cls, value: object) -> object:
+        if value is None:
+            return None
+        parts = value if isinstance(value, list | tuple) else str(value).split(",")
+        return ",".join(f"{sigma:.9g}" for sigma in parse_sigmas([str(part) for part in parts])[:-1])
+
     @field_validator("diffusion_guidance_scale")
     @classmethod
     def _unguided(cls, value: float) -> float:
         if value != 1.0:
-            raise ValueError("guidance is not available yet; leave it at 1.0")
+            raise ValueError("a few-step student is unguided; leave it at 1.0 (teacher: --dmd2-teacher-guidance-scale)")
         return value
 
 
@@ -278,11 +368,23 @@ class Config(BaseModel):
         return self.cluster.num_gpus_per_node or self.cluster.actor_num_gpus_per_node
 
     @property
+    def explicit_sigmas(self) -> tuple[float, ...] | None:
+        """The `[N+1]` values of --diffusion-sigmas, terminal 0 included."""
+        text = self.rollout.diffusion_sigmas
+        return None if text is None else parse_sigmas(text.split(","))
+
+    @property
+    def num_steps(self) -> int:
+        """The student's N."""
+        own = self.explicit_sigmas
+        return len(own) - 1 if own else self.rollout.diffusion_num_steps or DEFAULT_STEPS
+
+    @property
     def score_shift(self) -> float:
         return parse_flow_shift(self.algorithm.fsdp_flow_shift)
 
     @property
-    def stop_law(self) -> Literal["full", "per_sample", "shared"]:
+    def stop_law(self) -> Literal["full", "per_sample", "shared", "round_robin"]:
         """--diffusion-step-strategy and --dmd2-stop-step in one word."""
         law = self.algorithm.dmd2_stop_step
         return "full" if self.rollout.diffusion_step_strategy == "full" or law == "last" else law
@@ -307,6 +409,7 @@ class Config(BaseModel):
                         "global_batch_size": self.samples_per_rollout,
                         "rollout_seed": self.rollout_seed,
                         "rollout_num_engines": self.num_engines,
+                        "diffusion_num_steps": self.num_steps,
                     }
                 ),
                 "cluster": self.cluster.model_copy(
@@ -326,6 +429,7 @@ class Config(BaseModel):
     def _cross_section(self) -> Config:
         self._check_batch()
         self._check_stop_step()
+        self._check_grid()
         self._check_evaluation()
         self._check_placement()
         if self.rollout.rollout_engine == "local":
@@ -338,6 +442,7 @@ class Config(BaseModel):
                 batch_size_given=rollout.rollout_engine_batch_size != LOCAL_BATCH_SIZE,
                 nodes=self.cluster.actor_num_nodes,
             )
+            check_student(self.algorithm.dmd2_student_sample_type, self.algorithm.dmd2_student_input)
         return self
 
     def _check_batch(self) -> None:
@@ -356,6 +461,21 @@ class Config(BaseModel):
             raise ValueError(
                 f"--dmd2-stop-step {law}: has no effect with --diffusion-step-strategy full, which always runs to the "
                 f"last step; leave it out, or use --diffusion-step-strategy stop_at_random_step"
+            )
+
+    def _check_grid(self) -> None:
+        rollout, own = self.rollout, self.explicit_sigmas
+        if own is None:
+            return
+        if rollout.diffusion_flow_shift != 1:
+            raise ValueError(
+                f"--diffusion-flow-shift {rollout.diffusion_flow_shift:g}: is not applied to --diffusion-sigmas "
+                f"{rollout.diffusion_sigmas}, which is the grid itself; leave one of them out"
+            )
+        if rollout.diffusion_num_steps not in (None, len(own) - 1):
+            raise ValueError(
+                f"--diffusion-num-steps {rollout.diffusion_num_steps}: --diffusion-sigmas {rollout.diffusion_sigmas} "
+                f"has {len(own) - 1} steps; leave it out or set {len(own) - 1}"
             )
 
     def _check_evaluation(self) -> None:
@@ -385,6 +505,21 @@ class Config(BaseModel):
                 f"{cluster.actor_num_nodes} x --actor-num-gpus-per-node {cluster.actor_num_gpus_per_node}; "
                 f"use {self.num_ranks} or fewer"
             )
+
+
+def parse_sigmas(parts: Sequence[str]) -> tuple[float, ...]:
+    """N or N + 1 numbers as the grid `[N + 1]`. ValueError: not numbers in [0, 1] that decrease, also in fp32."""
+    try:
+        sigmas = [float(part) for part in parts]
+    except ValueError:
+        raise ValueError("must be numbers with commas between them, for example 1,0.94,0.83,0.62") from None
+    sigmas = sigmas if sigmas[-1:] == [0.0] else [*sigmas, 0.0]
+    rounded = [struct.unpack("f", struct.pack("f", sigma))[0] if abs(sigma) <= 1 else sigma for sigma in sigmas]
+    if not (2 <= len(sigmas) <= LARGEST_GRID + 1 and 0 < rounded[0] <= 1):
+        raise ValueError(f"must be 1 to {LARGEST_GRID} sigmas in (0, 1], the largest first")
+    if not all(here > there for here, there in pairwise(rounded)):
+        raise ValueError("must decrease from one sigma to the next, at most to a terminal 0")
+    return tuple(sigmas)
 
 
 def parse_flow_shift(text: str) -> float:

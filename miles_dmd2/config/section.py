@@ -16,10 +16,6 @@ NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
-# Values that documents and other versions know, and this one does not: refused with a reason, never ignored.
-NOT_AVAILABLE = {("dmd2_student_sample_type", "sde"): "not available yet; use ode"}
-
-
 class Section(BaseModel):
     """Options of one subject. `title` heads its group in --help."""
 
@@ -32,8 +28,6 @@ class Section(BaseModel):
         """Pydantic reads true as 1, Path("") is the current directory, and no path holds a NUL."""
         name = info.field_name or ""
         if isinstance(value, str):
-            if (name, value) in NOT_AVAILABLE:
-                raise ValueError(NOT_AVAILABLE[name, value])
             if not value.strip():
                 raise ValueError("is empty; give a value or leave it out")
             if "\0" in value:

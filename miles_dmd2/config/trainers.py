@@ -10,6 +10,7 @@ from typing import Any, Literal, cast
 
 from pydantic import Field, ValidationError
 
+from miles_dmd2.config.clock import StudentClock
 from miles_dmd2.config.errors import ConfigError, near_divisors, nearest, show
 from miles_dmd2.config.options import reason
 from miles_dmd2.config.schema import DEFAULT_TRAINERS, Config, TrainerEntry, TrainerSection
@@ -34,7 +35,7 @@ class TrainerSpec:
     lr: float
     lr_schedule: Literal["constant", "linear", "cosine"]
     lr_warmup_updates: int
-    total_updates: int  # of the whole run: num_rollout x steps (critic), num_rollout (actor); schedules use it
+    total_updates: int  # of the whole run: num_rollout x steps (critic), by the clock (actor); schedules use it
     adam_beta1: float
     adam_beta2: float
     adam_eps: float
@@ -86,7 +87,33 @@ def resolve_trainers(config: Config) -> tuple[TrainerSpec, ...]:
     pairs = list(zip(entries, settings, strict=True))
     critic, steps = next((e.name, s.num_steps_per_rollout) for e, s in pairs if e.role == "critic")
     window = _window(config, steps, f"trainer {critic}")
-    return tuple(_resolve(config, entry, own, window, steps) for entry, own in pairs)
+    clock = _clock(config, steps, f"trainer {critic}")
+    return tuple(_resolve(config, entry, own, window, steps, clock) for entry, own in pairs)
+
+
+def student_clock(config: Config, trainers: Sequence[TrainerSpec]) -> StudentClock:
+    """On which rollouts the student takes its steps."""
+    critic = next(trainer for trainer in trainers if trainer.role == "critic")
+    return _clock(config, critic.num_steps_per_rollout, f"trainer {critic.name}")
+
+
+def _clock(config: Config, steps: int, where: str) -> StudentClock:
+    """`steps`: the critic's per rollout. ConfigError: they do not divide those per student step; no student step."""
+    wanted, warmup = config.algorithm.dmd2_critic_steps_per_student_step, config.algorithm.dmd2_critic_warmup_rollouts
+    if wanted is not None and wanted % steps:
+        raise ConfigError(
+            f"--dmd2-critic-steps-per-student-step {wanted}: must be a multiple of the {steps} critic steps of a "
+            f"rollout ({where}: --num-steps-per-rollout {steps}); use {steps * max(1, wanted // steps)} or "
+            f"{steps * (wanted // steps + 1)}"
+        )
+    clock = StudentClock(warmup, (wanted or steps) // steps)
+    if not clock.steps(config.rollout.num_rollout):
+        raise ConfigError(
+            f"--num-rollout {config.rollout.num_rollout}: the student's first step is on rollout "
+            f"{warmup + clock.interval} (--dmd2-critic-warmup-rollouts {warmup}, a step on each {clock.interval}. "
+            f"rollout after); use {warmup + clock.interval} or more"
+        )
+    return clock
 
 
 def _read_entry(raw: object, where: str) -> TrainerEntry:
@@ -161,17 +188,20 @@ def _settings(config: Config, entry: TrainerEntry) -> TrainerSettings:
     return _validate({**base, **entry.args}, f"trainer {entry.name}")
 
 
-def _resolve(config: Config, entry: TrainerEntry, settings: TrainerSettings, window: int, steps: int) -> TrainerSpec:
+def _resolve(
+    config: Config, entry: TrainerEntry, settings: TrainerSettings, window: int, steps: int, clock: StudentClock
+) -> TrainerSpec:
     """`window`, `steps`: samples and number of the critic's windows."""
     where = f"trainer {entry.name}"
     _check_ranks(config, settings.num_gpus, window, steps, where)
     micro = _micro_batch(settings, window, where)
     own_steps = steps if entry.role == "critic" else 1
-    total = config.rollout.num_rollout * own_steps
+    rollouts = config.rollout.num_rollout
+    total = rollouts * steps if entry.role == "critic" else clock.steps(rollouts)
     if settings.lr_warmup_updates >= total:
         raise ConfigError(
             f"{where}: --lr-warmup-updates {settings.lr_warmup_updates}: must be less than this trainer's {total} "
-            f"updates of the whole run (--num-rollout {config.rollout.num_rollout} x {own_steps})"
+            f"updates of the whole run (--num-rollout {rollouts})"
         )
     return TrainerSpec(
         name=entry.name,

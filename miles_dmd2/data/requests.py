@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from miles_dmd2.algo import eval_seed, integer, key_seed, sample_seed, sigma_grid
-from miles_dmd2.data.prompts import prompts_for_rollout
-from miles_dmd2.types import RolloutRequest
+import torch
 
-StopLaw = Literal["full", "per_sample", "shared"]
+from miles_dmd2.algo import eval_seed, integer, key_seed, sample_seed, sigma_grid
+from miles_dmd2.config.clock import EVERY_ROLLOUT, StudentClock
+from miles_dmd2.data.prompts import prompts_for_rollout
+from miles_dmd2.types import RolloutRequest, SampleType
+
+StopLaw = Literal["full", "per_sample", "shared", "round_robin"]
 
 
 def grid(num_steps: int, shift: float) -> tuple[float, ...]:
@@ -18,12 +21,19 @@ def grid(num_steps: int, shift: float) -> tuple[float, ...]:
     return tuple(sigma_grid(num_steps, shift).tolist())
 
 
+def explicit_grid(sigmas: Sequence[float]) -> tuple[float, ...]:
+    """A grid of its own, `[N+1]`, rounded to fp32."""
+    return tuple(torch.tensor(sigmas, dtype=torch.float32).tolist())
+
+
 @dataclass(frozen=True, slots=True)
 class TrainingRequests:
     """The requests of each rollout, in `num_windows` equal windows in sample-id order.
 
+    real_latents: prompt -> rows; then each sample starts from one of its prompt's, drawn uniformly.
+
     stop_law: "full" runs every sample to its last step; "per_sample" and "shared" draw uniformly from 0..N-1, once
-    per sample or once per rollout.
+    per sample or once per rollout; "round_robin" takes 0, 1, ... N-1 in turn, one for each student step (rCM).
     """
 
     prompts: Sequence[str]
@@ -33,6 +43,9 @@ class TrainingRequests:
     sigmas: tuple[float, ...]
     stop_law: StopLaw
     seed: int
+    sample_type: SampleType = "ode"
+    clock: StudentClock = EVERY_ROLLOUT
+    real_latents: Mapping[str, Sequence[int]] | None = None
 
     def __call__(self, rollout_id: int) -> list[list[RolloutRequest]]:
         chosen = prompts_for_rollout(len(self.prompts), self.prompts_per_rollout, rollout_id, self.seed)
@@ -46,18 +59,39 @@ class TrainingRequests:
 
     def _request(self, rollout_id: int, sample_id: int, prompt: str) -> RolloutRequest:
         seed = sample_seed(self.seed, rollout_id, sample_id)
-        return RolloutRequest(sample_id, prompt, seed, self.sigmas, self._stop_step(rollout_id, sample_id))
+        stop_step = self._stop_step(rollout_id, sample_id)
+        return RolloutRequest(
+            sample_id,
+            prompt,
+            seed,
+            self.sigmas,
+            stop_step,
+            sample_type=self.sample_type,
+            real_latent=self._real_latent(rollout_id, sample_id, prompt),
+        )
+
+    def _real_latent(self, rollout_id: int, sample_id: int, prompt: str) -> int | None:
+        if self.real_latents is None:
+            return None
+        rows = self.real_latents[prompt]
+        return rows[integer(key_seed(self.seed, "real_latent", rollout_id, sample_id), len(rows))]
 
     def _stop_step(self, rollout_id: int, sample_id: int) -> int:
         num_steps = len(self.sigmas) - 1
         if self.stop_law == "full":
             return num_steps - 1
+        if self.stop_law == "round_robin":
+            return self.clock.steps(rollout_id) % num_steps
         drawn_for = sample_id if self.stop_law == "per_sample" else -1
         return integer(key_seed(self.seed, "stop_step", rollout_id, drawn_for), num_steps)
 
 
 def eval_requests(
-    prompts: Sequence[str], samples_per_prompt: int, sigmas: tuple[float, ...], seed: int
+    prompts: Sequence[str],
+    samples_per_prompt: int,
+    sigmas: tuple[float, ...],
+    seed: int,
+    sample_type: SampleType = "ode",
 ) -> list[RolloutRequest]:
     """Fixed prompts and seeds, all steps, decoded. Sample ids count from 0 in an id space of their own."""
     count = len(prompts) * samples_per_prompt
@@ -69,6 +103,7 @@ def eval_requests(
             sigmas=sigmas,
             stop_step=len(sigmas) - 2,
             decode=True,
+            sample_type=sample_type,
         )
         for i in range(count)
     ]

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Protocol
+from typing import Protocol, get_args
 
 import torch
 from torch import Tensor
 
 from miles_dmd2.models.weights import checksum, mismatch, not_finite
-from miles_dmd2.types import Conditioning, RolloutRequest, RolloutSample, WeightUpdate, WeightVersion
+from miles_dmd2.types import Conditioning, RolloutRequest, RolloutSample, SampleType, WeightUpdate, WeightVersion
 
 # Greatest |velocity - expected| in units of the greatest |expected|. Same operations in the same dtype give 0 on one
 # machine; fp32 leaves room for other kernels, bf16 has 8 bits.
@@ -29,9 +29,11 @@ class RolloutEngine(Protocol):
     """Prompts in, samples out.
 
     `generate` answers in request order; a request with stop step k costs exactly k+1 student forwards, starts at
-    `sigmas[0] * noise(seed)` and decodes media only when asked. `load_weights` verifies names, shapes, checksum and
-    probe, and raises `EngineError` leaving the previous weights in place when they do not fit. Asleep, an engine holds
-    no weights on the working device and every call but `wake` and `close` raises `EngineError`; the properties answer.
+    `sigmas[0] * noise(seed)`, hops as its `sample_type` says and decodes media only when asked; with a
+    `real_latent` it costs one forward, at that latent noised by noise(seed) to sigma_k. `load_weights` verifies
+    names, shapes, checksum and probe, and raises `EngineError` leaving the previous weights in place when they do not
+    fit. Asleep, an engine holds no weights on the working device and every call but `wake` and `close` raises
+    `EngineError`; the properties answer.
     A request that cannot be served (see `check_requests`) is a `ValueError` and changes nothing.
     """
 
@@ -91,6 +93,10 @@ def _problem(request: RolloutRequest) -> str | None:
         return f"sigmas must be N + 1 >= 2 values that start in (0, 1] and end with 0, got {grid}"
     if not all(here > there for here, there in pairwise(grid)):
         return f"sigmas must decrease, got {grid}"
+    if request.sample_type not in get_args(SampleType):
+        return f"sample_type must be one of {get_args(SampleType)}, got {request.sample_type!r}"
+    if request.real_latent is not None and not (_is_int(request.real_latent) and request.real_latent >= 0):
+        return f"real_latent must be a row >= 0 or None, got {request.real_latent!r}"
     if not _is_int(request.stop_step) or not 0 <= request.stop_step < len(grid) - 1:
         return f"stop_step must be an int in [0, {len(grid) - 1}), got {request.stop_step!r}"
     return None

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from miles_dmd2.algo import rollout
+from miles_dmd2.algo import forward_noise, rollout
 from miles_dmd2.engines.base import (
     PROBE_TOLERANCE,
     EngineError,
@@ -42,11 +42,13 @@ class LocalEngine(RolloutEngine):
         probe_tolerance: float | None = None,
         prompt_cache_size: int = 512,
         checkpoint_version: WeightVersion | None = None,
+        real_latents: Tensor | None = None,
     ) -> None:
         """Loads the checkpoint's components and transformer onto `device`; awake.
 
         probe_tolerance: see PROBE_TOLERANCE, the default by dtype. checkpoint_version: serve the checkpoint's own
         weights under this version before any push (for sampling a teacher); without it `generate` needs a push first.
+        real_latents: `[n, *latent]` that requests name by row; they stay in host memory.
         ValueError: batch or cache size < 1, or what the adapter says about the checkpoint.
         """
         if batch_size < 1 or prompt_cache_size < 1:
@@ -65,6 +67,7 @@ class LocalEngine(RolloutEngine):
         self._residence = Residence(self._entries())
         self._prompts: OrderedDict[str, Conditioning] = OrderedDict()
         self._prompt_cache_size = prompt_cache_size
+        self._real_latents = real_latents
         self._forwards = 0
         self._closed = False
         self._version = checkpoint_version
@@ -130,6 +133,7 @@ class LocalEngine(RolloutEngine):
         if self._version is None:
             raise EngineError("no weights yet: push some with load_weights, or name a checkpoint_version")
         check_requests(requests)
+        self._check_real_latents(requests)
         conds = self._conditioning([request.prompt for request in requests])
         samples: dict[int, RolloutSample] = {}
         for indices in _batches(requests, self._batch_size):
@@ -147,7 +151,7 @@ class LocalEngine(RolloutEngine):
     def _run(
         self, requests: Sequence[RolloutRequest], conds: Sequence[Conditioning], version: WeightVersion
     ) -> list[RolloutSample]:
-        """One batch of one grid and one stop step."""
+        """One batch of one grid, stop step and way to get there."""
         noise = torch.stack([self._adapter.initial_noise(request.seed) for request in requests]).to(self._device)
         sigmas = torch.tensor(requests[0].sigmas, dtype=torch.float32)
         cond = self._on_device(conds)
@@ -156,7 +160,12 @@ class LocalEngine(RolloutEngine):
             self._forwards += x.shape[0]
             return self._adapter.velocity(self._transformer, x, sigma, cond)
 
-        x_k, x0 = rollout(velocity, noise, sigmas, requests[0].stop_step)
+        stop_step = requests[0].stop_step
+        if requests[0].real_latent is not None:
+            x_k, x0 = forward_noise(velocity, self._real(requests), noise, sigmas, stop_step)
+        else:
+            hops = self._hop_noise(requests) if requests[0].sample_type == "sde" else None
+            x_k, x0 = rollout(velocity, noise, sigmas, stop_step, hop_noise=hops)
         media = self._decode(x0, [i for i, request in enumerate(requests) if request.decode])
         return [
             RolloutSample(
@@ -173,6 +182,25 @@ class LocalEngine(RolloutEngine):
             )
             for i, request in enumerate(requests)
         ]
+
+    def _real(self, requests: Sequence[RolloutRequest]) -> Tensor:
+        rows = [request.real_latent for request in requests]
+        assert self._real_latents is not None
+        return self._real_latents[rows].to(self._device)
+
+    def _check_real_latents(self, requests: Sequence[RolloutRequest]) -> None:
+        count = 0 if self._real_latents is None else len(self._real_latents)
+        for request in requests:
+            if request.real_latent is not None and request.real_latent >= count:
+                raise ValueError(
+                    f"request for sample {request.sample_id}: real_latent {request.real_latent}, this engine has "
+                    f"{count}"
+                )
+
+    def _hop_noise(self, requests: Sequence[RolloutRequest]) -> Tensor:
+        """`[stop step, batch, *latent]`, each sample's from its own seed."""
+        rows = [self._adapter.hop_noise(request.seed, request.stop_step) for request in requests]
+        return torch.stack(rows, dim=1).to(self._device)
 
     def _decode(self, x0: Tensor, rows: Sequence[int]) -> dict[int, Tensor]:
         """Media of the batch's rows that asked for them; the VAE does not run for the others."""
@@ -228,13 +256,17 @@ class LocalEngine(RolloutEngine):
 
 
 def _batches(requests: Sequence[RolloutRequest], size: int) -> Iterator[list[int]]:
-    """Indices of requests that run together: one grid and one stop step, in request order, at most `size`."""
-    groups: dict[tuple[tuple[float, ...], int], list[int]] = {}
+    """Indices of requests that run together: one grid, stop step and way, in request order, at most `size`."""
+    groups: dict[object, list[int]] = {}
     for index, request in enumerate(requests):
-        groups.setdefault((tuple(request.sigmas), request.stop_step), []).append(index)
+        groups.setdefault(_way(request), []).append(index)
     for indices in groups.values():
         for start in range(0, len(indices), size):
             yield indices[start : start + size]
+
+
+def _way(request: RolloutRequest) -> object:
+    return tuple(request.sigmas), request.stop_step, request.sample_type, request.real_latent is None
 
 
 def _copy_into(current: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:

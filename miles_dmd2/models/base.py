@@ -16,6 +16,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from miles_dmd2.algo import normal_stream
+from miles_dmd2.models.export import StudentSampling
 from miles_dmd2.models.serving import ServingFormat
 from miles_dmd2.types import Conditioning
 
@@ -62,6 +64,13 @@ class ModelAdapter(ABC):
     def initial_noise(self, seed: int) -> Tensor:
         """fp32 `[*latent]`: the first draw of a CPU generator with this seed, in the engine's layout, then packed."""
 
+    def hop_noise(self, seed: int, hops: int) -> Tensor:
+        """fp32 `[hops, *latent]` of the SDE's hops: the draws of the sample's generator after its initial noise.
+
+        So does SGLang's rollout, which draws them in the layout of the latents that it steps (`latent_shape`).
+        """
+        return normal_stream(seed, self.latent_shape, 1 + hops)[1:]
+
     @abstractmethod
     def load_transformer(self, dtype: torch.dtype = torch.float32) -> nn.Module: ...
 
@@ -74,6 +83,13 @@ class ModelAdapter(ABC):
     @abstractmethod
     def decode(self, components: Components, latents: Tensor) -> Tensor:
         """latents `[batch, *latent]` -> uint8 `[batch, frames, height, width, 3]`."""
+
+    def encode(self, components: Components, pixels: Tensor) -> Tensor:
+        """uint8 `[batch, frames, height, width, 3]` -> latents fp32 `[batch, *latent]` on the CPU; `decode` undoes it.
+
+        ValueError, unless the family can: only --dmd2-student-input forward_noise needs it.
+        """
+        raise ValueError(f"{self.family} cannot encode pictures yet: use --dmd2-student-input backward_simulation")
 
     @abstractmethod
     def collate(self, conds: Sequence[Conditioning]) -> dict[str, Tensor]:
@@ -100,5 +116,5 @@ class ModelAdapter(ABC):
         """Parameters that never get a useful gradient, name -> "none" or "zero": kept out of every optimizer."""
 
     @abstractmethod
-    def export_pipeline(self, weights: Mapping[str, Tensor], num_steps: int, shift: float, directory: Path) -> None:
-        """Write a diffusers pipeline: this checkpoint with these transformer weights and the student's grid."""
+    def export_pipeline(self, weights: Mapping[str, Tensor], sampling: StudentSampling, directory: Path) -> None:
+        """Write a diffusers pipeline: this checkpoint with these transformer weights and the student's sampling."""

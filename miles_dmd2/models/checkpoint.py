@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -31,3 +32,13 @@ def positive_int(config: dict[str, Any], key: str, where: str, default: int | No
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{FLAG}: {where} must have {key} as a positive integer, got {value!r}")
     return value
+
+
+def component_digest(checkpoint: Path, component: str) -> str:
+    """SHA-256 over the names and contents of a component's config.json and .safetensors files, in hex."""
+    digest = hashlib.sha256()
+    directory = checkpoint / component
+    for file in sorted([directory / "config.json", *directory.glob("*.safetensors")]):
+        with file.open("rb") as stream:
+            digest.update(file.name.encode() + hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()

@@ -6,6 +6,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,53 @@ from torch import Tensor
 
 from miles_dmd2.models.checkpoint import read_config
 from miles_dmd2.models.weights import mismatch, not_finite, safetensors_shapes
+from miles_dmd2.types import SampleType
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5")  # never read here, so never copied
 WEIGHTS_FILE = "diffusion_pytorch_model.safetensors"
 STUDENT_FILE = "student.json"
 
 
-def static_shift_scheduler(shift: float) -> dict[str, Any]:
-    """Config of diffusers' FlowMatchEuler whose grid for linspace(1, 1/N, N) has the bits of `sigma_grid(N, shift)`."""
+@dataclass(frozen=True, slots=True)
+class StudentSampling:
+    """How a student is sampled.
+
+    sigmas: its grid `[N + 1]`, terminal 0 included, exact in fp32. shift: what makes the grid from linspace(1, 1/N, N);
+    None for a grid of its own, which has to be given to the pipeline.
+    """
+
+    sigmas: tuple[float, ...]
+    shift: float | None
+    sample_type: SampleType = "ode"
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.sigmas) - 1
+
+    def described(self) -> dict[str, Any]:
+        """For student.json."""
+        return {
+            "num_inference_steps": self.num_steps,
+            "shift": self.shift,
+            "sigmas": list(self.sigmas),
+            "sample_type": self.sample_type,
+        }
+
+
+def flow_match_scheduler(sampling: StudentSampling) -> dict[str, Any]:
+    """Config of diffusers' FlowMatchEuler with the student's hops.
+
+    For linspace(1, 1/N, N) its grid has the bits of `sigma_grid(N, shift)`; without a shift it takes the pipeline's
+    `sigmas` as they are. Its stochastic sampling is the SDE: (1 - sigma') x0 + sigma' fresh noise.
+    """
     from diffusers import FlowMatchEulerDiscreteScheduler
 
-    scheduler = FlowMatchEulerDiscreteScheduler(shift=shift, use_dynamic_shifting=False, shift_terminal=None)
+    scheduler = FlowMatchEulerDiscreteScheduler(
+        shift=1.0 if sampling.shift is None else sampling.shift,
+        use_dynamic_shifting=False,
+        shift_terminal=None,
+        stochastic_sampling=sampling.sample_type == "sde",
+    )
     config: dict[str, Any] = json.loads(scheduler.to_json_string())
     return config
 

@@ -36,6 +36,14 @@ def decode_frame(vae: Any, latents: Tensor) -> Tensor:
         return vae.decoder(vae.post_quant_conv(latents.unsqueeze(2))).squeeze(2).clamp(-1, 1)
 
 
+def encode_frame(vae: Any, pixels: Tensor) -> Tensor:
+    """Pixels `[batch, 3, height, width]` in [-1, 1] -> the posterior's mode `[batch, C, h, w]`, as of `vae.encode`."""
+    with planar_convolutions(vae):
+        moments = vae.quant_conv(vae.encoder(pixels.unsqueeze(2))).squeeze(2)
+    mean: Tensor = moments.chunk(2, dim=1)[0]
+    return mean
+
+
 def _planar(convolution: Any, x: Tensor) -> Tensor:
     if x.shape[2] != 1:
         raise ValueError(f"planar convolutions take a single frame, got {x.shape[2]}")

@@ -17,12 +17,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from miles_dmd2.algo import initial_noise, key_seed, normal, sigma_grid
+from miles_dmd2.algo import initial_noise, key_seed, normal
 from miles_dmd2.models.base import Components, ModelAdapter
 from miles_dmd2.models.checkpoint import FLAG, positive_int, read_config
-from miles_dmd2.models.export import static_shift_scheduler, write_pipeline
+from miles_dmd2.models.export import StudentSampling, flow_match_scheduler, write_pipeline
 from miles_dmd2.models.offload import own_storage
-from miles_dmd2.models.planar import decode_frame
+from miles_dmd2.models.planar import decode_frame, encode_frame
 from miles_dmd2.models.qwen_image_serving import EMBEDS, QwenImageServing
 from miles_dmd2.types import Conditioning
 
@@ -188,6 +188,24 @@ class QwenImageAdapter(ModelAdapter):
         pixels = (pixels * 0.5 + 0.5).clamp(0, 1).permute(0, 2, 3, 1).float()
         return (pixels * 255).round().to(torch.uint8).unsqueeze(1).cpu()
 
+    @torch.no_grad()
+    def encode(self, components: Components, pixels: Tensor) -> Tensor:
+        """uint8 `[batch, 1, height, width, 3]` -> the posterior's mode, normalised and packed, fp32 on the CPU."""
+        vae: Any = components.vae
+        parameter = next(vae.parameters())
+        if pixels.dtype != torch.uint8 or pixels.shape[1:] != (1, self.height, self.width, 3):
+            raise ValueError(
+                f"pixels must be uint8 [batch, 1, {self.height}, {self.width}, 3], got {pixels.dtype} "
+                f"{list(pixels.shape)}"
+            )
+        planes = (pixels[:, 0].permute(0, 3, 1, 2).to(parameter.device) / 127.5 - 1).to(parameter.dtype)
+        mean, deviation = (
+            torch.tensor(values).view(1, -1, 1, 1).to(planes.device, planes.dtype)
+            for values in (vae.config.latents_mean, vae.config.latents_std)
+        )
+        latents = (encode_frame(vae, planes) - mean) / deviation
+        return pack(latents).to("cpu", torch.float32)
+
     def collate(self, conds: Sequence[Conditioning]) -> dict[str, Tensor]:
         """prompt_embeds `[batch, L, d]`; prompt_embeds_mask, bool `[batch, L]`, only where lengths differ."""
         if not conds:
@@ -246,20 +264,19 @@ class QwenImageAdapter(ModelAdapter):
             if name.startswith(last + part)
         }
 
-    def export_pipeline(self, weights: Mapping[str, Tensor], num_steps: int, shift: float, directory: Path) -> None:
+    def export_pipeline(self, weights: Mapping[str, Tensor], sampling: StudentSampling, directory: Path) -> None:
         """`QwenImagePipeline.from_pretrained(directory)(prompt, num_inference_steps=num_steps)` is then the student.
 
-        student.json says how to sample it. ValueError: the directory exists, or the weights do not fit.
+        A student with a grid of its own also takes `sigmas=`, those of student.json without the last. ValueError: the
+        directory exists, or the weights do not fit.
         """
         student = {
-            "num_inference_steps": num_steps,
-            "shift": shift,
-            "sigmas": sigma_grid(num_steps, shift).tolist(),
+            **sampling.described(),
             "true_cfg_scale": 1.0,
             "height": self.height,
             "width": self.width,
         }
-        write_pipeline(self.checkpoint, "transformer", weights, static_shift_scheduler(shift), student, directory)
+        write_pipeline(self.checkpoint, "transformer", weights, flow_match_scheduler(sampling), student, directory)
 
 
 def vae_scale_factor(vae_config: Mapping[str, Any]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from miles_dmd2.training.trainer import Trainer, TrainerSettings
 from miles_dmd2.types import Role, RolloutSample, ScoreBatch, ScoreRow, WeightKind, WeightUpdate
 
 DRIFT = "x0_mean_abs_diff"
-DEGENERATE = 1e-6  # mean |x0 - x0_real| below which the DMD normalizer is its floor: the sample has no direction
+Normalizer = Literal["sample", "batch"]
 
 
 class DriftError(RuntimeError):
@@ -50,13 +50,19 @@ class ActorTrainer(Trainer):
         ranks: Ranks,
         *,
         ema_decay: float = 0.0,
+        ema_start: int = 0,
+        normalizer: Normalizer = "sample",
+        normalizer_eps: float = 1e-6,
         max_x0_drift: float | None = None,
     ) -> None:
-        """Takes the module over. `ema_decay` 0 keeps no average.
+        """Takes the module over. `ema_decay` 0 keeps no average, which begins after `ema_start` updates.
 
-        max_x0_drift: greatest mean |x0 - the engine's x0| of a window that is trained on; None does not look.
+        `normalizer`: mean |x0 - x0_real| of each sample, or one for the window. Where it is below `normalizer_eps`, its
+        floor, a sample has no direction: it is degenerate, and counted. `max_x0_drift`: greatest mean |x0 - the
+        engine's x0| of a window that is trained on; None does not look.
         """
-        super().__init__(settings, adapter, student, ranks, ema_decay=ema_decay)
+        super().__init__(settings, adapter, student, ranks, ema_decay=ema_decay, ema_start=ema_start)
+        self.normalizer, self.normalizer_eps = normalizer, normalizer_eps
         self._max_x0_drift = max_x0_drift
 
     def train(
@@ -79,7 +85,8 @@ class ActorTrainer(Trainer):
         scores = merge_scores(external, window)
         (batches,), metrics = self._prepare(rollout_id, windows, samples)
         pending = metrics.fresh()
-        losses = [self._step_forward(batch, scores, window, pending) for batch in batches]
+        of_window = self._window_normalizer(batches, scores, window) if self.normalizer == "batch" else None
+        losses = [self._step_forward(batch, scores, window, pending, of_window) for batch in batches]
         self._check_drift(rollout_id, pending)
         ids = [i for batch in batches for i in batch.ids]
         taken = self._update(losses, ids, window, pending)
@@ -119,7 +126,12 @@ class ActorTrainer(Trainer):
         return updates
 
     def _step_forward(
-        self, batch: MicroBatch, scores: Mapping[int, ScoreRow], window: Sequence[int], metrics: MetricBuffer
+        self,
+        batch: MicroBatch,
+        scores: Mapping[int, ScoreRow],
+        window: Sequence[int],
+        metrics: MetricBuffer,
+        of_window: float | None,
     ) -> Tensor:
         """Forward and backward of one micro-batch: x0 again, now with gradient; per-sample losses `[batch]`."""
         sigma = batch.sigmas[batch.stop_steps]
@@ -127,11 +139,12 @@ class ActorTrainer(Trainer):
         x0 = x0_from_velocity(batch.x_k, velocity, sigma)
         x0_real = torch.stack([scores[i].x0_real for i in batch.ids]).to(x0)
         x0_fake = torch.stack([scores[i].x0_fake for i in batch.ids]).to(x0)
-        gradient = dmd_gradient(x0.detach(), x0_real, x0_fake, eps=DEGENERATE)
+        distance = mean_abs_difference(x0, x0_real)
+        normalizer = distance if of_window is None else torch.full_like(distance, of_window)
+        gradient = dmd_gradient(x0.detach(), x0_real, x0_fake, eps=self.normalizer_eps, normalizer=normalizer)
         loss = student_loss(x0, gradient, reduction="sample")
         self._backward(loss, window)
         with torch.no_grad():
-            distance = mean_abs_difference(x0, x0_real)
             for name, values in {
                 "dmd_loss": loss,
                 "dmd2_score_gap_abs_mean": mean_abs_difference(x0_fake, x0_real),
@@ -142,5 +155,18 @@ class ActorTrainer(Trainer):
                 DRIFT: mean_abs_difference(x0, batch.x0),
             }.items():
                 metrics.add_per_step(name, values, batch.stop_steps)
-            metrics.add("dmd2_degenerate_samples", distance < DEGENERATE)
+            metrics.add("dmd2_degenerate_samples", normalizer < self.normalizer_eps)
         return loss.detach()
+
+    def _window_normalizer(
+        self, batches: Sequence[MicroBatch], scores: Mapping[int, ScoreRow], window: Sequence[int]
+    ) -> float:
+        """mean |x0 - x0_real| over the window, whatever its cut into ranks and micro-batches. A collective.
+
+        It has to be known before the first backward, so x0 is the rollout's: the one that teacher and critic scored.
+        """
+        total = 0.0
+        for batch in batches:
+            x0_real = torch.stack([scores[i].x0_real for i in batch.ids]).to(batch.x0)
+            total += mean_abs_difference(batch.x0, x0_real).double().sum().item()
+        return self.ranks.sum([total])[0] / len(window)

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
-from typing import ClassVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import ClassVar, get_args
 
 import torch
 from torch import Tensor, nn
 
-from miles_dmd2.algo import (
-    CriticSpace,
-    add_noise,
-    critic_loss,
-    key_seed,
-    normal_batch,
-    sample_score_sigma,
-    uniform_batch,
-    x0_from_velocity,
-)
+from miles_dmd2.algo import CriticSpace, critic_loss, x0_from_velocity
 from miles_dmd2.models.base import ModelAdapter
 from miles_dmd2.training.batching import MicroBatch, Windows
 from miles_dmd2.training.conditioning import StopStepConditioning
 from miles_dmd2.training.distributed import Ranks
 from miles_dmd2.training.metrics import Reduction
 from miles_dmd2.training.network import Network
+from miles_dmd2.training.scoring import (
+    CRITIC_STEP,
+    SCORING_PASS,
+    DrawPurposes,
+    Guidance,
+    GuidedTeacher,
+    Noised,
+    ScoreSigma,
+    Scoring,
+    noised,
+    published_score_sigma,
+)
 from miles_dmd2.training.trainer import Trainer, TrainerSettings
 from miles_dmd2.types import Role, RolloutSample, ScoreRow
 
@@ -45,16 +48,20 @@ class CriticTrainer(Trainer):
         teacher: nn.Module,
         ranks: Ranks,
         *,
-        score_sigma_range: tuple[float, float] = (0.02, 0.98),
-        score_sigma_shift: float = 1.0,
+        score_sigma: ScoreSigma = published_score_sigma,
         loss_space: CriticSpace = "velocity",
+        scoring: Scoring = "fused",
+        guidance: Guidance | None = None,
         told_stop_steps: int | None = None,
     ) -> None:
-        """Takes both modules over. `told_stop_steps`: the student's number of steps N if the critic is told the stop
-        step of a sample, None for the plain critic. ValueError: critic and teacher are one module.
+        """Takes both modules over. `score_sigma`: the law of noise levels. `guidance` of the teacher, None for none.
+        `told_stop_steps`: the student's number of steps N if the critic is told the stop step of a sample, None for the
+        plain critic. ValueError: critic and teacher are one module, unknown scoring.
         """
         if critic is teacher:
             raise ValueError("critic and teacher must be two modules: one of them trains")
+        if scoring not in get_args(Scoring):
+            raise ValueError(f"scoring must be one of {get_args(Scoring)}, got {scoring!r}")
         self.teacher = Network(
             "teacher",
             adapter,
@@ -64,6 +71,7 @@ class CriticTrainer(Trainer):
             forward_dtype=settings.forward_dtype,
             master_dtype=settings.master_dtype,
         )
+        self._guided_teacher = GuidedTeacher(self.teacher, adapter, guidance)
         self.conditioning: StopStepConditioning | None = None
 
         def add_conditioning(module: nn.Module) -> None:
@@ -71,27 +79,29 @@ class CriticTrainer(Trainer):
                 self.conditioning = StopStepConditioning(adapter, module, told_stop_steps)
 
         super().__init__(settings, adapter, critic, ranks, frozen=(self.teacher,), before_sharding=add_conditioning)
-        self.score_sigma_range = score_sigma_range
-        self.score_sigma_shift = score_sigma_shift
-        self.loss_space = loss_space
+        self.score_sigma, self.loss_space, self.scoring = score_sigma, loss_space, scoring
 
     def train(
-        self, rollout_id: int, windows: Windows, samples: Iterable[RolloutSample]
+        self, rollout_id: int, windows: Windows, samples: Iterable[RolloutSample], *, score: bool = True
     ) -> tuple[dict[str, float], dict[int, ScoreRow]]:
         """One critic step per window, in order; metrics over all ranks, and scores of this rank's part of the last.
 
+        Without `score`, for a rollout on which the student takes no step, no scores: the teacher does not run.
         `samples` are those of `wanted_ids(windows, rank, world_size)`, in any order. A collective.
         """
         batches, metrics = self._prepare(rollout_id, windows, samples)
         scores: dict[int, ScoreRow] = {}
         taken = 0
         for index, window in enumerate(windows):
-            last = index == len(windows) - 1
+            scored = score and index == len(windows) - 1
             pending, losses = metrics.fresh(), []
             for batch in batches[index]:
-                loss, rows = self._step_forward(rollout_id, batch, window, score=last)
+                at, velocity, loss = self._step_forward(rollout_id, batch, window)
                 losses.append(loss)
-                scores |= rows
+                if scored:
+                    if self.scoring == "original":
+                        at, velocity = self._scoring_pass(rollout_id, batch)
+                    scores |= self._score(batch, at, velocity)
                 pending.add_per_step("critic_loss", loss, batch.stop_steps)
             ids = [i for batch in batches[index] for i in batch.ids]
             if self._update(losses, ids, window, pending):
@@ -99,32 +109,37 @@ class CriticTrainer(Trainer):
                 taken += 1
         return self._reduce(metrics, skipped=len(windows) - taken), scores
 
-    def _step_forward(
-        self, rollout_id: int, batch: MicroBatch, window: Sequence[int], *, score: bool
-    ) -> tuple[Tensor, dict[int, ScoreRow]]:
-        """Forward and backward of one micro-batch: per-sample losses `[batch]`, and score rows if asked for.
-
-        Scores are fused: x0_fake is from the very forward that trains, before its update, and the teacher sees the
-        same (x_sigma, sigma) in the same micro-batch, so critic == teacher gives a gap of exactly zero.
-        """
-        sigma, noise = self._draw(rollout_id, batch)
-        x_sigma = add_noise(batch.x0, noise, sigma)
-        with self.conditioning.told(batch.stop_steps) if self.conditioning else nullcontext():
-            velocity = self.network.velocity(x_sigma, sigma, batch.cond)
-            loss = critic_loss(velocity, x_sigma, sigma, noise, batch.x0, space=self.loss_space, reduction="sample")
+    def _step_forward(self, rollout_id: int, batch: MicroBatch, window: Sequence[int]) -> tuple[Noised, Tensor, Tensor]:
+        """Forward and backward of one micro-batch: where, the critic's velocity there, per-sample losses `[batch]`."""
+        at = self._noised(rollout_id, batch, CRITIC_STEP)
+        with self._told(batch):
+            velocity = self.network.velocity(at.x, at.sigma, batch.cond)
+            loss = critic_loss(velocity, at.x, at.sigma, at.noise, batch.x0, space=self.loss_space, reduction="sample")
             self._backward(loss, window)
-        if not score:
-            return loss.detach(), {}
-        with torch.no_grad():
-            x0_fake = x0_from_velocity(x_sigma, velocity, sigma).cpu()
-            x0_real = x0_from_velocity(x_sigma, self.teacher.velocity(x_sigma, sigma, batch.cond), sigma).cpu()
-        rows = zip(batch.ids, x0_real, x0_fake, sigma.tolist(), strict=True)
-        return loss.detach(), {i: ScoreRow(real, fake, level) for i, real, fake, level in rows}
+        return at, velocity.detach(), loss.detach()
 
-    def _draw(self, rollout_id: int, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Score sigma `[batch]` and noise `[batch, *latent]`, by key: the same on any number of ranks."""
-        seed, shape = self.settings.seed, self.adapter.latent_shape
-        uniform = uniform_batch([key_seed(seed, "score_sigma", rollout_id, i) for i in batch.ids])
-        noise = normal_batch([key_seed(seed, "score_noise", rollout_id, i) for i in batch.ids], shape)
-        sigma = sample_score_sigma(uniform.to(batch.x0.dtype), *self.score_sigma_range, self.score_sigma_shift)
-        return sigma.to(batch.x0.device), noise.to(batch.x0)
+    @torch.no_grad()
+    def _scoring_pass(self, rollout_id: int, batch: MicroBatch) -> tuple[Noised, Tensor]:
+        """A forward of its own at a draw of its own, before the last update: x0_fake is independent of that update.
+
+        The expectation of the scores is that of the fused ones, which reuse the training forward (DMD2.md 1.9).
+        """
+        at = self._noised(rollout_id, batch, SCORING_PASS)
+        with self._told(batch):
+            return at, self.network.velocity(at.x, at.sigma, batch.cond)
+
+    def _score(self, batch: MicroBatch, at: Noised, velocity: Tensor) -> dict[int, ScoreRow]:
+        """Teacher and critic at the same (x_sigma, sigma) in the same micro-batch: critic == teacher has no gap at all.
+
+        `velocity` is the critic's at that point, before the last update (DMD2 algorithm 1).
+        """
+        x0_fake = x0_from_velocity(at.x, velocity, at.sigma).cpu()
+        x0_real = self._guided_teacher.x0(at, batch.cond).cpu()
+        rows = zip(batch.ids, x0_real, x0_fake, at.sigma.tolist(), strict=True)
+        return {i: ScoreRow(real, fake, level) for i, real, fake, level in rows}
+
+    def _noised(self, rollout_id: int, batch: MicroBatch, purposes: DrawPurposes) -> Noised:
+        return noised(batch, self.score_sigma, self.settings.seed, purposes, rollout_id)
+
+    def _told(self, batch: MicroBatch) -> AbstractContextManager[None]:
+        return self.conditioning.told(batch.stop_steps) if self.conditioning else nullcontext()

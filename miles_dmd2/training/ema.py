@@ -10,19 +10,26 @@ from torch import Tensor
 
 
 class Ema:
-    """average = decay * average + (1 - decay) * weight, from a copy of the weights on; shards in master dtype."""
+    """average = decay * average + (1 - decay) * weight; shards in master dtype.
 
-    def __init__(self, shards: Mapping[str, Tensor], decay: float) -> None:
+    Until update number `start` it is a copy of the weights, so it begins at the weights of that moment.
+    """
+
+    def __init__(self, shards: Mapping[str, Tensor], decay: float, start: int = 0) -> None:
         if not 0 < decay < 1:
             raise ValueError(f"the decay of an average must be in (0, 1), got {decay}")
-        self.decay = decay
+        self.decay, self.start = decay, start
         self.shards = dict(shards)
         self.average = {name: shard.clone() for name, shard in self.shards.items()}
 
     @torch.no_grad()
-    def update(self) -> None:
+    def update(self, updates: int) -> None:
+        """After successful update number `updates`, counted from 1."""
         for name, shard in self.shards.items():
-            self.average[name].lerp_(shard, 1 - self.decay)
+            if updates <= self.start:
+                self.average[name].copy_(shard)
+            else:
+                self.average[name].lerp_(shard, 1 - self.decay)
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:

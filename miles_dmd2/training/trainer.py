@@ -62,6 +62,7 @@ class Trainer:
         ranks: Ranks,
         *,
         ema_decay: float = 0.0,
+        ema_start: int = 0,
         frozen: Sequence[Network] = (),
         before_sharding: Callable[[nn.Module], None] | None = None,
     ) -> None:
@@ -77,7 +78,7 @@ class Trainer:
             before_sharding=before_sharding,
         )
         self.optimizer = AdamW(self.network.trained, settings.optimizer)
-        self.ema = Ema(self.optimizer.shards, ema_decay) if ema_decay else None
+        self.ema = Ema(self.optimizer.shards, ema_decay, ema_start) if ema_decay else None
         self.updates = 0
         self.skipped_steps = 0
         self._skipped_in_a_row = 0
@@ -189,7 +190,7 @@ class Trainer:
             self.updates += 1
             self._skipped_in_a_row = 0
             if self.ema is not None:
-                self.ema.update()
+                self.ema.update(self.updates)
             metrics.add("grad_norm", norm)
             metrics.add("grad_norm_max", norm)
         self.optimizer.zero_grad()

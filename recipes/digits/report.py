@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,10 @@ from miles_dmd2.algo import eval_seed
 from miles_dmd2.data.requests import grid
 from miles_dmd2.engines.local import LocalEngine
 from miles_dmd2.media.gallery import contact_sheet
+from miles_dmd2.models.export import STUDENT_FILE
 from miles_dmd2.models.planar import decode_frame, planar_convolutions
 from miles_dmd2.models.registry import build_adapter
-from miles_dmd2.types import RolloutRequest, WeightVersion
+from miles_dmd2.types import RolloutRequest, SampleType, WeightVersion
 from recipes.digits import build_teacher, classifier, data, metrics
 
 PIPELINE = Path(__file__).parent / "pipeline"
@@ -68,11 +69,19 @@ class Judge:
     def floor(self) -> classifier.Distance:
         return classifier.frechet_floor(self.features, self.labels)
 
-    def column(self, name: str, engine: LocalEngine, sigmas: tuple[float, ...], stop_step: int, seed: int) -> Column:
+    def column(
+        self,
+        name: str,
+        engine: LocalEngine,
+        sigmas: tuple[float, ...],
+        stop_step: int,
+        seed: int,
+        sample_type: SampleType = "ode",
+    ) -> Column:
         """Sample one picture per digit of the data set (same prompts, same noise in every column) and measure."""
         requests = [
             RolloutRequest(
-                i, data.prompt_of(int(label)), eval_seed(seed, REPORT_SERIES, i), sigmas, stop_step, decode=True
+                i, data.prompt_of(int(label)), eval_seed(seed, REPORT_SERIES, i), sigmas, stop_step, True, sample_type
             )
             for i, label in enumerate(self.labels)
         ]
@@ -107,11 +116,15 @@ def reconstruct(digits: data.Digits) -> Tensor:
 
 
 def measure(
-    run_dir: Path, steps: int, shift: float, seed: int, digits: data.Digits
+    run_dir: Path, sampling: Mapping[str, Any], seed: int, digits: data.Digits
 ) -> tuple[dict[str, Column], classifier.Distance]:
-    """All columns of a run; keys: teacher_50, teacher, student_raw, student_ema, and `<student>_step{k}`."""
+    """All columns of a run; keys: teacher_50, teacher, student_raw, student_ema, and `<student>_step{k}`.
+
+    `sampling`: the students' student.json. The teacher is sampled with ODE hops.
+    """
     judge = Judge(digits)
-    student_grid = grid(steps, shift)
+    student_grid, kind_of_hop = tuple(sampling["sigmas"]), sampling["sample_type"]
+    steps = len(student_grid) - 1
     columns: dict[str, Column] = {}
     teacher = engine_of(PIPELINE)
     last = steps - 1
@@ -121,18 +134,18 @@ def measure(
     name = f"teacher, {steps} step{'s' * (steps > 1)}"
     columns["teacher"] = judge.column(name, teacher, grid(steps, 1.0), last, seed)
     start = columns["teacher"]
-    if shift != 1.0:
-        start = judge.column("at rollout 0", teacher, student_grid, last, seed)
+    if (student_grid, kind_of_hop) != (grid(steps, 1.0), "ode"):
+        start = judge.column("at rollout 0", teacher, student_grid, last, seed, kind_of_hop)
     columns["student_start"] = Column("student, rollout 0", **start.figures(), pictures=start.pictures)
     for kind in ("raw", "ema"):
         directory = run_dir / f"student_{kind}"
         if not directory.is_dir():
             continue
         student = engine_of(directory)
-        columns[f"student_{kind}"] = judge.column(f"student {kind}", student, student_grid, last, seed)
+        columns[f"student_{kind}"] = judge.column(f"student {kind}", student, student_grid, last, seed, kind_of_hop)
         for step in range(last if kind == "ema" else 0):
             name = f"student ema, stopped at {step}"
-            columns[f"student_ema_step{step}"] = judge.column(name, student, student_grid, step, seed)
+            columns[f"student_ema_step{step}"] = judge.column(name, student, student_grid, step, seed, kind_of_hop)
         student.close()
     teacher.close()
     return columns, judge.floor()
@@ -185,8 +198,8 @@ def report(run_dir: Path, seed: int = 0, limit: int = data.COUNT) -> dict[str, A
     """
     path = run_dir / "summary.json"
     summary: dict[str, Any] = json.loads(path.read_text())
-    steps, shift = summary["steps"], summary["options"]["diffusion_flow_shift"]
-    columns, floor = measure(run_dir, steps, shift, seed, data.load(limit))
+    sampling = json.loads((run_dir / "student_raw" / STUDENT_FILE).read_text())
+    columns, floor = measure(run_dir, sampling, seed, data.load(limit))
     summary["columns"] = {key: column.figures() for key, column in columns.items()}
     summary["floor"] = {"fd": floor.value, "fd_deviation": floor.deviation}
     for kind in ("raw", "ema"):

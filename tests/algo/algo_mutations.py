@@ -19,7 +19,11 @@ Check = Callable[[Algo], None]
 def true_algo(**changes: Any) -> SimpleNamespace:
     """The public functions of `miles_dmd2.algo`, some of them replaced, and the wiring of the trainers around them."""
     names = {name: getattr(miles_dmd2.algo, name) for name in miles_dmd2.algo.__all__}
-    wiring = {"teacher_input": lambda x_sigma, noise, sigma: x_sigma, "critic_steps": 5}
+    wiring = {
+        "teacher_input": lambda x_sigma, noise, sigma: x_sigma,
+        "critic_steps": 5,
+        "critic_of_step": lambda step: step,
+    }
     unknown = set(changes) - set(names) - set(wiring)
     assert not unknown, f"mutations of functions that do not exist: {unknown}"
     return SimpleNamespace(**{**names, **wiring, **changes})

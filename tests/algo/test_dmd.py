@@ -29,6 +29,17 @@ def check_gradient(algo: Algo) -> None:
         assert_close(got.flatten(), torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=0)
 
 
+def check_given_normalizer(algo: Algo) -> None:
+    """One number for the batch, or one per sample, in the place of the samples' own; eps is its floor."""
+    x0, real, fake = latents(12)
+    of_each = (x0 - real).abs().flatten(1).mean(1)
+    one = of_each.mean()
+    for normalizer, divisor in ((one, one.expand(4)), (of_each.flip(0), of_each.flip(0)), (one * 0, torch.ones(4))):
+        gradient = algo.dmd_gradient(x0, real, fake, eps=1.0, normalizer=normalizer)
+        assert_close(gradient, (fake - real) / divisor.clamp(min=1.0).view(4, 1, 1, 1), rtol=1e-12, atol=0)
+    assert torch.equal(algo.dmd_gradient(x0, real, fake, normalizer=of_each), algo.dmd_gradient(x0, real, fake))
+
+
 def check_gradient_invariances(algo: Algo) -> None:
     """Scale-free (bitwise for a power of two), blind to a common constant, additive over micro-batches (5.10)."""
     x0, real, fake = latents(3, torch.float32)
@@ -256,6 +267,7 @@ def check_guidance_fixed_point(algo: Algo) -> None:
 
 CHECKS = [
     check_gradient,
+    check_given_normalizer,
     check_gradient_invariances,
     check_degenerate_samples,
     check_critic_equal_to_teacher,
@@ -349,6 +361,25 @@ MUTATIONS = [
         dmd_gradient=lambda g, r, f: (f - r) / (g - r).abs().mean((1, 2, 3), keepdim=True),
     ),
     mutation(check_gradient, "towards_the_critic", dmd_gradient=lambda g, r, f: true_algo().dmd_gradient(g, r, g)),
+    mutation(
+        check_given_normalizer,
+        "ignored",
+        dmd_gradient=lambda g, r, f, eps=1e-6, normalizer=None: true_algo().dmd_gradient(g, r, f, eps=eps),
+    ),
+    mutation(
+        check_given_normalizer,
+        "no_floor",
+        dmd_gradient=lambda g, r, f, eps=1e-6, normalizer=None: true_algo().dmd_gradient(
+            g, r, f, eps=1e-6, normalizer=normalizer
+        ),
+    ),
+    mutation(
+        check_given_normalizer,
+        "floor_added",
+        dmd_gradient=lambda g, r, f, eps=1e-6, normalizer=None: true_algo().dmd_gradient(
+            g, r, f, normalizer=per_sample_abs(g, r).flatten() if normalizer is None else normalizer + eps
+        ),
+    ),
     mutation(check_gradient_invariances, "whole_batch_normalizer", **WHOLE_BATCH),
     mutation(check_gradient_invariances, "no_normalizer", **NO_NORMALIZER),
     mutation(

@@ -87,8 +87,34 @@ def joined(seed, purpose, rollout_id, sample_id):
     return true_algo().key_seed(0, purpose, 0, int(f"{seed}{rollout_id}{sample_id}".replace("-", "9")))
 
 
-CHECKS = [check_key_golden, check_keys_differ, check_uniform, check_integer, check_normal, check_initial_noise]
+def check_normal_stream(algo: Algo) -> None:
+    """Successive draws of one generator: the first is the initial noise, and no later one depends on the count."""
+    generator = torch.Generator().manual_seed(77)
+    drawn = torch.stack([torch.randn(4, 6, generator=generator) for _ in range(3)])
+    assert torch.equal(algo.normal_stream(77, (4, 6), 3), drawn)
+    assert torch.equal(algo.normal_stream(77, (4, 6), 2), drawn[:2])
+
+
+CHECKS = [
+    check_normal_stream,
+    check_key_golden,
+    check_keys_differ,
+    check_uniform,
+    check_integer,
+    check_normal,
+    check_initial_noise,
+]
 MUTATIONS = [
+    mutation(
+        check_normal_stream,
+        "one_large_draw",
+        normal_stream=lambda s, shape, n: true_algo().normal(s, (*shape, n)).movedim(-1, 0),
+    ),
+    mutation(
+        check_normal_stream,
+        "a_generator_for_each",
+        normal_stream=lambda s, shape, n: true_algo().normal_batch([s + i for i in range(n)], shape),
+    ),
     mutation(check_key_golden, "another_hash", key_seed=lambda *key: hash(key) & TOP),
     mutation(check_key_golden, "parts_in_another_order", key_seed=lambda s, p, r, i: true_algo().key_seed(s, p, i, r)),
     mutation(check_keys_differ, "rollout_forgotten", key_seed=lambda s, p, r, i: true_algo().key_seed(s, p, 0, i)),

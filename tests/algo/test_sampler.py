@@ -152,6 +152,111 @@ def check_gradient_isolation(algo: Algo) -> None:
     assert grad_modes == [False, False, True] + 6 * [False]  # a hop's forward keeps no activations
 
 
+def check_sde_hop(algo: Algo) -> None:
+    """x' = (1 - s') x0 + s' noise, each hop and each sample with noise of its own (DMD2 section 4.5)."""
+    noise, hops = randn(3, 2, 5), randn(3, 3, 2, 5, seed=1)
+    for k in range(4):
+        velocity, reference = Recorder(), Recorder()
+        x_k, x0 = algo.rollout(velocity, noise, GRID, k, hop_noise=hops)
+        x = noise
+        for step in range(k):
+            clean = x - GRID[step] * reference(x, GRID[step].expand(3))
+            x = (1 - GRID[step + 1]) * clean + GRID[step + 1] * hops[step]
+        assert len(velocity.calls) == k + 1
+        assert_close(x_k, x, rtol=0, atol=1e-14)
+        assert_close(x0, x - GRID[k] * reference(x, GRID[k].expand(3)), rtol=0, atol=1e-14)
+    stops = [2, 0, 3]
+    x_k, x0 = algo.rollout(Recorder(), noise, GRID, stops, hop_noise=hops)
+    for row, stop in enumerate(stops):
+        at = slice(row, row + 1)
+        one = algo.rollout(Recorder(), noise[at], GRID, stop, hop_noise=hops[:, at])
+        assert_close((x_k[at], x0[at]), one, rtol=0, atol=1e-14)
+
+
+SDE_STDS = {  # grid -> std of an exact denoiser's sample of N(.3, 1) with SDE hops (5.4)
+    "shift 12": 0.235340,
+    "shift 5": 0.444100,
+    "shift 1": 0.557430,
+    "published": 0.515450,
+}
+
+
+def impulses(sources: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Initial noise `[sources, 1]` and hop noise `[sources - 1, sources, 1]`, one source of 1 per row.
+
+    Hops are linear, so the variance of a sample is the sum of the squared responses.
+    """
+    rows = torch.eye(sources, dtype=torch.float64)
+    return rows[0].unsqueeze(1), rows[1:].unsqueeze(2)
+
+
+def check_sde_std(algo: Algo) -> None:
+    grids = {f"shift {k}": algo.sigma_grid(4, float(k)).double() for k in (12, 5, 1)}
+    grids["published"] = torch.tensor([1, 0.757, 0.522, 0], dtype=torch.float64)
+    for name, golden in SDE_STDS.items():
+        grid = grids[name]
+        noise, hops = impulses(len(grid) - 1)
+        _, x0 = algo.rollout(Gaussian(0.0, 1.0).velocity, noise, grid, len(grid) - 2, hop_noise=hops)
+        assert math.isclose(x0.square().sum().sqrt().item(), golden, abs_tol=6e-6), name
+
+
+def check_sde_input_std_at_the_solution(algo: Algo) -> None:
+    """Where each step's x0 is N(0, tau^2), inputs have the spread of noised data, sqrt(D), unlike with ODE hops."""
+    tau = 0.6
+
+    def student(x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
+        s = per_sample(sigma, x)
+        return (x - tau * x / ((1 - s) ** 2 * tau**2 + s**2).sqrt()) / s
+
+    for k, golden in enumerate((1.0, 0.9382, 0.8393, 0.6643)):
+        noise, hops = impulses(4)
+        x_k, _ = algo.rollout(student, noise, algo.sigma_grid(4, 5.0).double(), k, hop_noise=hops)
+        assert math.isclose(x_k.square().sum().sqrt().item(), golden, abs_tol=6e-5), k
+
+
+def check_sde_gradient_isolation(algo: Algo) -> None:
+    """As with ODE hops: of the weights that each step uses, only the stop step's get a gradient."""
+    noise, hops = randn(3, 4), randn(3, 3, 4, seed=1)
+    weights = torch.full((4,), 0.3, dtype=torch.float64, requires_grad=True)
+
+    def velocity(x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
+        return weights[(sigma[:, None] == GRID[:4]).double().argmax(1)][:, None] * x
+
+    for stops in ([2, 2, 2], [0, 3, 2]):
+        x_k, x0 = algo.rollout(velocity, noise, GRID, stops, hop_noise=hops, grad_last=True)
+        assert not x_k.requires_grad
+        (gradient,) = torch.autograd.grad(x0.sum(), weights)
+        expected = torch.zeros(4, dtype=torch.float64)
+        for row, stop in enumerate(stops):
+            expected[stop] -= GRID[stop] * x_k[row].sum()
+        assert_close(gradient, expected, rtol=0, atol=1e-14)
+
+
+def check_forward_noise(algo: Algo) -> None:
+    """x_k = (1 - sigma_k) x_real + sigma_k noise per sample, one forward there, x0 = x_k - sigma_k v."""
+    x_real, noise, stops = randn(4, 6), randn(4, 6, seed=1), [2, 0, 3, 1]
+    velocity, reference = Recorder(), Recorder()
+    x_k, x0 = algo.forward_noise(velocity, x_real, noise, GRID, stops)
+    assert len(velocity.calls) == 1
+    for row, k in enumerate(stops):
+        x = (1 - GRID[k]) * x_real[row] + GRID[k] * noise[row]
+        assert_close(x_k[row], x, rtol=0, atol=1e-14)
+        clean = x - GRID[k] * reference(x[None], GRID[k][None])[0]
+        assert_close(x0[row], clean, rtol=0, atol=1e-14)
+
+
+def check_forward_noise_std(algo: Algo) -> None:
+    """Noised data of std tau has std sqrt(D): that of a right SDE student's inputs, and not of an ODE one's (5.4)."""
+    tau = 0.6
+    x_real = tau * torch.tensor([[1.0], [0.0]], dtype=torch.float64)
+    noise = torch.tensor([[0.0], [1.0]], dtype=torch.float64)
+    for k, (golden, ode) in enumerate(((1.0, 1.0), (0.9382, 0.975), (0.8393, 0.9333), (0.6643, 0.85))):
+        x_k, _ = algo.forward_noise(Recorder(), x_real, noise, algo.sigma_grid(4, 5.0).double(), k)
+        std = x_k.square().sum().sqrt().item()
+        assert math.isclose(std, golden, abs_tol=6e-5), k
+        assert k == 0 or abs(std - ode) > 0.03
+
+
 def check_no_randomness(algo: Algo) -> None:
     """ODE hops draw nothing: the same bits under another global seed (section 4 no. 39)."""
     noise = randn(3, 4)
@@ -166,7 +271,7 @@ def check_no_randomness(algo: Algo) -> None:
 def plain(stop=lambda k: k, hop="ode", start=True, extra=0, detach=True, to=lambda step: step + 1, freeze=True):
     """The rollout in its plainest form, with a knob for each mistake."""
 
-    def rollout_rows(velocity_fn, noise, sigmas, stop_step, grad_last=False):
+    def rollout_rows(velocity_fn, noise, sigmas, stop_step, hop_noise=None, grad_last=False):
         stops = (
             torch.as_tensor(stop_step).expand(len(noise)) if isinstance(stop_step, int) else torch.as_tensor(stop_step)
         )
@@ -182,7 +287,10 @@ def plain(stop=lambda k: k, hop="ode", start=True, extra=0, detach=True, to=lamb
                 v = velocity_fn(x[rows], sigma, rows)
                 clean = x[rows] - per_sample(sigma, v) * v
             s_next = sigmas[to(step)] if to(step) < len(sigmas) else sigmas[-1]
-            if hop == "ode":
+            if hop_noise is not None and hop == "ode":
+                clean_before = clean.detach() if detach else clean
+                moved = (1 - s_next) * clean_before + s_next * hop_noise[min(step, len(hop_noise) - 1)][rows]
+            elif hop == "ode":
                 moved = x[rows] + (s_next - sigmas[step]) * (v.detach() if detach else v)
             else:
                 fresh = torch.randn(v.shape, generator=generator, dtype=v.dtype)
@@ -193,8 +301,10 @@ def plain(stop=lambda k: k, hop="ode", start=True, extra=0, detach=True, to=lamb
             x = x.index_copy(0, rows, moved)
         return torch.stack(x_k), torch.stack(x0)
 
-    def rollout(velocity_fn, noise, sigmas, stop_step, grad_last=False):
-        return rollout_rows(lambda x, sigma, rows: velocity_fn(x, sigma), noise, sigmas, stop_step, grad_last)
+    def rollout(velocity_fn, noise, sigmas, stop_step, hop_noise=None, grad_last=False):
+        return rollout_rows(
+            lambda x, sigma, rows: velocity_fn(x, sigma), noise, sigmas, stop_step, hop_noise, grad_last
+        )
 
     return {"rollout": rollout, "rollout_rows": rollout_rows}
 
@@ -220,12 +330,73 @@ CHECKS = [
     check_hop,
     check_per_sample_stops,
     check_gradient_isolation,
+    check_sde_hop,
+    check_sde_std,
+    check_sde_input_std_at_the_solution,
+    check_sde_gradient_isolation,
+    check_forward_noise,
+    check_forward_noise_std,
     check_no_randomness,
 ]
 EARLIER = plain(stop=lambda k: max(k - 1, 0))
 LATER = plain(stop=lambda k: min(k + 1, 3))
 SDE = plain(hop="sde")
+
+
+def with_hops(change):
+    """The rollout given other hop noise than it was: a function of (noise, hop_noise)."""
+
+    def rollout(velocity_fn, noise, sigmas, stop_step, hop_noise=None, grad_last=False):
+        changed = change(noise, hop_noise)
+        return true_algo().rollout(velocity_fn, noise, sigmas, stop_step, hop_noise=changed, grad_last=grad_last)
+
+    return {"rollout": rollout}
+
+
+IGNORED = with_hops(lambda noise, hops: None)
+ONE_NOISE = with_hops(lambda noise, hops: hops[:1].expand_as(hops))
+INITIAL = with_hops(lambda noise, hops: noise.expand_as(hops))
+ROLLED = with_hops(lambda noise, hops: hops.roll(1, 1))
 MUTATIONS = [
+    mutation(check_sde_hop, "option_parsed_and_ignored", **IGNORED),
+    mutation(check_sde_hop, "one_noise_for_all_hops", **ONE_NOISE),
+    mutation(check_sde_hop, "the_initial_noise_again", **INITIAL),
+    mutation(check_sde_hop, "noise_of_another_sample", **ROLLED),
+    mutation(check_sde_hop, "hop_skips_a_point", **plain(to=lambda step: step + 2)),
+    mutation(check_sde_std, "option_parsed_and_ignored", **IGNORED),
+    mutation(check_sde_std, "the_initial_noise_again", **INITIAL),
+    mutation(check_sde_std, "one_noise_for_all_hops", **ONE_NOISE),
+    mutation(check_sde_std, "last_step_skipped", **EARLIER),
+    mutation(check_sde_input_std_at_the_solution, "option_parsed_and_ignored", **IGNORED),
+    mutation(check_sde_input_std_at_the_solution, "the_initial_noise_again", **INITIAL),
+    mutation(check_sde_input_std_at_the_solution, "one_step_late", **LATER),
+    mutation(
+        check_forward_noise,
+        "one_sigma_for_the_batch",
+        forward_noise=lambda f, x, e, s, k: true_algo().forward_noise(f, x, e, s, k[0]),
+    ),
+    mutation(
+        check_forward_noise,
+        "backward_simulation_instead",
+        forward_noise=lambda f, x, e, s, k: true_algo().rollout(f, e, s, k),
+    ),
+    mutation(
+        check_forward_noise,
+        "next_sigma",
+        forward_noise=lambda f, x, e, s, k: true_algo().forward_noise(f, x, e, s, [min(i + 1, 3) for i in k]),
+    ),
+    mutation(
+        check_forward_noise_std,
+        "missing_1_minus_sigma",
+        forward_noise=lambda f, x, e, s, k: (x + s[k] * e, x),
+    ),
+    mutation(
+        check_forward_noise_std,
+        "data_and_noise_swapped",
+        forward_noise=lambda f, x, e, s, k: true_algo().forward_noise(f, e, x, s, k),
+    ),
+    mutation(check_sde_gradient_isolation, "through_the_hops", **plain(detach=False)),
+    mutation(check_sde_gradient_isolation, "one_step_early", **EARLIER),
     mutation(check_stop_step, "one_step_early", **EARLIER),
     mutation(check_stop_step, "one_step_late", **LATER),
     mutation(check_stop_step, "always_all_steps", **plain(stop=lambda k: 3)),

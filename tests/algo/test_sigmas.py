@@ -2,6 +2,7 @@
 
 import math
 from fractions import Fraction
+from statistics import NormalDist
 
 import numpy as np
 import pytest
@@ -94,6 +95,22 @@ def check_score_sigma_quantiles(algo: Algo) -> None:
     assert math.isclose(at_hi, 1 - (0.98 / (12 - 11 * 0.98) - 0.02) / 0.96, abs_tol=1e-4)  # .1839
 
 
+def check_logit_normal_quantiles(algo: Algo) -> None:
+    """P(sigma <= level) = Phi((logit(place) - mean) / std), place the un-shifted level in [lo, hi] (SD3, eq. 19)."""
+    draws = 20000
+    for lo, hi, shift in SCORE_LAWS:
+        for mean, std in ((0.0, 1.0), (-0.8, 1.2), (0.5, 0.4)):
+            sigma = algo.sample_score_sigma(
+                midpoints(draws), lo, hi, shift, law="logit_normal", logit_mean=mean, logit_std=std
+            )
+            for level in np.linspace(0.01, 0.99, 25).tolist():
+                place = score_cdf(level, lo, hi, shift)
+                expected = place
+                if 0 < place < 1:
+                    expected = NormalDist(mean, std).cdf(math.log(place / (1 - place)))
+                assert abs((sigma <= level).double().mean().item() - expected) < 1.5 / draws, (level, mean)
+
+
 def shifted(u, k):
     return k * u / (1 + (k - 1) * u)
 
@@ -102,7 +119,13 @@ def linspace_grid(points, shift):
     return torch.cat([shifted(torch.tensor(points, dtype=torch.float32), shift), torch.zeros(1)])
 
 
-CHECKS = [check_grid_golden, check_grid_is_the_schedulers, check_shift_group, check_score_sigma_quantiles]
+CHECKS = [
+    check_grid_golden,
+    check_grid_is_the_schedulers,
+    check_shift_group,
+    check_score_sigma_quantiles,
+    check_logit_normal_quantiles,
+]
 MUTATIONS = [
     mutation(check_grid_golden, "terminal_missing", sigma_grid=lambda n, k: true_algo().sigma_grid(n, k)[:-1]),
     mutation(check_grid_golden, "points_for_forwards", sigma_grid=lambda n, k: shifted(torch.linspace(1, 0, n), k)),
@@ -126,6 +149,26 @@ MUTATIONS = [
     mutation(check_shift_group, "inverted", shift_sigma=lambda u, k: shifted(u, 1 / k)),
     mutation(check_shift_group, "exponential", shift_sigma=lambda u, k: shifted(u, math.exp(k))),
     mutation(check_shift_group, "linear", shift_sigma=lambda u, k: (k * u).clamp(max=1)),
+    mutation(
+        check_logit_normal_quantiles,
+        "uniform",
+        sample_score_sigma=lambda *a, law, logit_mean, logit_std: true_algo().sample_score_sigma(*a),
+    ),
+    mutation(
+        check_logit_normal_quantiles,
+        "mean_and_std_forgotten",
+        sample_score_sigma=lambda *a, law, logit_mean, logit_std: true_algo().sample_score_sigma(*a, law=law),
+    ),
+    mutation(
+        check_logit_normal_quantiles,
+        "mean_with_the_other_sign",
+        sample_score_sigma=lambda *a, logit_mean, **k: true_algo().sample_score_sigma(*a, logit_mean=-logit_mean, **k),
+    ),
+    mutation(
+        check_logit_normal_quantiles,
+        "shift_inside_the_sigmoid_only",
+        sample_score_sigma=lambda u, lo, hi, k, **law: true_algo().sample_score_sigma(u, lo, hi, 1.0, **law),
+    ),
     mutation(
         check_score_sigma_quantiles, "clamp_missing", sample_score_sigma=lambda u, a, b, k: shifted(a + (b - a) * u, k)
     ),

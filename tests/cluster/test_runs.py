@@ -77,6 +77,85 @@ def test_a_resumed_run_ends_with_the_same_bits(run: Run, base: Finished, workspa
     assert without_clocks(base.rows()) == without_clocks(second.rows())
 
 
+AWAY = {
+    "dmd2_normalizer": "batch",
+    "dmd2_teacher_guidance_scale": 3,
+    "dmd2_negative_prompt": "the digit three",
+    "dmd2_critic_scoring": "original",
+    "dmd2_score_sigma_law": "logit_normal",
+    "dmd2_student_sample_type": "sde",
+    "dmd2_stop_step": "round_robin",
+    "dmd2_critic_warmup_rollouts": 1,
+    "student_ema_start": 1,
+    "diffusion_num_steps": None,
+    "diffusion_sigmas": "1,0.757",
+}
+
+
+@pytest.fixture(scope="module")
+def away(run: Run) -> Finished:
+    """A run away from the defaults of the algorithm."""
+    done = run("away", **AWAY)
+    assert done.code == 0, done.err
+    return done
+
+
+def test_options_of_the_algorithm_reach_engines_trainers_export_and_summary(away: Finished, base: Finished) -> None:
+    rows = away.rows()
+    assert [row["critic/teacher_forwards"] for row in rows] == [0, 16, 16]
+    assert [row["critic/critic_forwards"] for row in rows] == [16, 16 + 8, 16 + 8]
+    assert [row["rollout/forwards"] for row in rows] == [16, 16, 32]  # steps 0, 0 (no student step yet), 1
+    assert [row["rollout/weight_step"] for row in rows] == [0, 0, 1]
+    assert distance(away.student(), base.student()) > 1e-5
+    student = json.loads((away.directory / "student_raw" / "student.json").read_text())
+    assert (student["sample_type"], student["sigmas"]) == ("sde", [1.0, 0.7570000290870667, 0.0])
+    counted = json.loads((away.directory / "summary.json").read_text())["forwards_per_update"]["counted"]
+    assert counted == {"engine": 24, "critic": 24, "teacher": 16, "student": 8}
+
+
+def test_a_resumed_run_away_from_the_defaults_also_ends_with_the_same_bits(
+    run: Run, away: Finished, workspace: Path
+) -> None:
+    first = run("away resumed", num_rollout=2, **AWAY)
+    assert first.code == 0, first.err
+    second = run("away resumed", load=workspace / "away resumed", **AWAY)
+    assert second.code == 0, second.err
+    for kind in ("raw", "ema"):
+        assert distance(away.student(kind), second.student(kind)) == 0.0
+    assert without_clocks(away.rows()) == without_clocks(second.rows())
+
+
+def test_a_run_on_real_latents(run: Run, base: Finished, workspace: Path) -> None:
+    """One student forward per sample, and the student depends on the data."""
+    from miles_dmd2.algo import normal
+    from miles_dmd2.data.latents import LatentFile, write_latents
+    from miles_dmd2.models.checkpoint import component_digest
+    from miles_dmd2.models.registry import build_adapter
+
+    adapter = build_adapter(workspace / "pipeline", 32, 32)
+    prompts = tuple(f"the digit {word}" for word in ("one", "two", "three", "three"))
+    students = []
+    for name, seed in (("real", 0), ("other data", 9)):
+        latents = torch.stack([normal(seed + i, adapter.latent_shape) for i in range(4)])
+        path = workspace / f"{name}.safetensors"
+        write_latents(path, LatentFile(latents, prompts, component_digest(workspace / "pipeline", "vae")))
+        done = run(name, num_rollout=2, dmd2_student_input="forward_noise", dmd2_latents=path)
+        assert done.code == 0, done.err
+        assert [row["rollout/forwards"] for row in done.rows()] == [16, 16]
+        assert all(row["actor/x0_mean_abs_diff"] < 1e-5 for row in done.rows())
+        assert "it is trained at other inputs than it will see" in done.out
+        students.append(done.student())
+    assert distance(*students) > 1e-5
+
+
+def test_the_negative_prompt_is_empty_unless_given(run: Run) -> None:
+    """The engine encodes the empty prompt, and the run depends on which prompt it is."""
+    plain = run("empty", num_rollout=1, dmd2_teacher_guidance_scale=3)
+    other = run("not empty", num_rollout=1, dmd2_teacher_guidance_scale=3, dmd2_negative_prompt="the digit three")
+    assert plain.code == other.code == 0, plain.err + other.err
+    assert distance(plain.student(), other.student()) > 1e-6
+
+
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two ranks need two cores")
 def test_two_ranks_and_two_engines_give_the_same_student(run: Run, workspace: Path) -> None:
     """To fp32 rounding. A large AdamW epsilon keeps it from dividing small gradients by small moments."""

@@ -86,6 +86,31 @@ def test_a_run_on_servers_is_a_run_on_the_local_engine(undisturbed: Finished, ba
     assert distance(undisturbed.student(), base.student()) < 2e-5  # it has moved by 6e-4
 
 
+def test_a_guided_teacher_and_an_own_grid_are_those_of_the_local_engine(run: Run, workspace: Path) -> None:
+    """The unconditional prompt is encoded by a server, once for the run, before the trainers load."""
+    options = {
+        "num_rollout": 2,
+        "dmd2_teacher_guidance_scale": 3,
+        "dmd2_stop_step": "round_robin",
+        "diffusion_num_steps": None,
+        "diffusion_sigmas": "0.9,0.757",
+    }
+    local = run("guided", **options)
+    assert local.code == 0, local.err
+    with serving(workspace) as (fake,):
+        done = run("guided on sglang", **options, **engine([fake]))
+    assert done.code == 0, done.err
+    assert [body["prompt"] for body in fake.requests].count("") == 1
+    assert fake.requests[0]["prompt"] == ""
+    for ours, theirs in zip(done.rows(), local.rows(), strict=True):
+        assert ours["critic/teacher_forwards"] == theirs["critic/teacher_forwards"] == 16
+        assert ours["rollout/forwards"] == theirs["rollout/forwards"]  # none of them is the unconditional prompt's
+        assert ours["actor/dmd2_teacher_dist_abs_mean"] == pytest.approx(
+            theirs["actor/dmd2_teacher_dist_abs_mean"], rel=1e-5
+        )
+    assert distance(done.student(), local.student()) < 2e-5
+
+
 def test_when_all_servers_are_dead_the_run_stops_with_a_checkpoint_and_goes_on_to_the_same_bits(
     run: Run, workspace: Path, undisturbed: Finished
 ) -> None:

@@ -8,6 +8,7 @@ import yaml
 from config_commands import command, run
 
 from miles_dmd2.config import Plan, build_plan, flatten, parse, plan_yaml, render_plan, resume_conflicts
+from miles_dmd2.config.clock import StudentClock
 from miles_dmd2.config.plan import student_sigmas
 
 Write = Callable[..., Path]
@@ -49,6 +50,7 @@ def test_the_h3_recipe() -> None:
         ("--diffusion-step-strategy full", 20 * 4),
         ("--diffusion-num-steps 1", 20),
         ("--diffusion-num-steps 8", 20 * 4.5),
+        ("--dmd2-student-input forward_noise --dmd2-latents l", 20),
     ],
 )
 def test_engine_forwards_are_the_mean_of_k_plus_1(flags: str, forwards: float) -> None:
@@ -77,9 +79,76 @@ def test_checkpoints(interval: str, count: int) -> None:
     assert plan_of().checkpoints == 1
 
 
+@pytest.mark.parametrize("text", ["1,0.757,0.522", "1, 0.757, 0.522, 0", "[1, 0.757, 0.522]"])
+def test_an_explicit_grid_is_taken_as_it_is(text: str, write: Write) -> None:
+    plan = plan_of("--config", str(write(f"diffusion-sigmas: {text}\n")))
+    assert plan.sigmas == (1.0, 0.757, 0.522, 0.0)
+    assert plan.student_steps == 3
+    assert plan.forwards_per_update.engine == 20 * 2
+    config = run("--diffusion-sigmas", "1,0.757,0.522").config
+    assert flatten(config.resolved())["diffusion_num_steps"] == 3
+    assert config.resolved().explicit_sigmas == config.explicit_sigmas == (1.0, 0.757, 0.522, 0.0)
+
+
 def test_sigmas() -> None:
     assert student_sigmas(1, 5.0) == (1.0, 0.0)
     assert student_sigmas(4, 1.0) == (1.0, 0.75, 0.5, 0.25, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "teacher", "scoring", "cost"),
+    [
+        ("", 4, 0, 2.5 * 5 + 15 + 1 + 3),
+        ("--dmd2-teacher-guidance-scale 4.5", 8, 0, 2.5 * 5 + 15 + 2 + 3),
+        ("--dmd2-critic-scoring original", 4, 4, 2.5 * 5 + 15 + 1 + 1 + 3),
+    ],
+)
+def test_forwards_of_the_scores(flags: str, teacher: int, scoring: int, cost: float) -> None:
+    """Windows of 20 / 5 samples; a guided teacher runs twice, a scoring pass is one forward of the critic more."""
+    plan = plan_of(*flags.split())
+    forwards = plan.forwards_per_update
+    assert (forwards.critic, forwards.teacher, forwards.scoring, forwards.cost) == (20, teacher, scoring, cost)
+    assert (f"and {scoring} to score" in render_plan(plan)) == bool(scoring)
+
+
+@pytest.mark.parametrize(
+    ("flags", "updates", "cost", "text"),
+    [
+        ("", 10, 2.5 * 5 + 15 + 1 + 3, "a step on every rollout"),
+        # two rollouts of 5 windows of 4 for one student step on 4
+        ("--dmd2-critic-steps-per-student-step 10", 5, 2 * (2.5 * 5 + 15) + 1 + 3, "a step on every 2 rollouts"),
+        (
+            "--dmd2-critic-steps-per-student-step 15 --dmd2-critic-warmup-rollouts 3",
+            2,
+            3 * (2.5 * 5 + 15) + 1 + 3,
+            "a step on every 3 rollouts after 3 for the critic alone",
+        ),
+        ("--dmd2-critic-warmup-rollouts 9", 1, 31.5, "a step on every rollout after 9 for the critic alone"),
+    ],
+)
+def test_the_student_s_clock(flags: str, updates: int, cost: float, text: str) -> None:
+    plan = plan_of(*flags.split())
+    critic, actor = plan.groups
+    assert (critic.updates, actor.updates, plan.forwards_per_update.cost) == (50, updates, cost)
+    assert text in render_plan(plan)
+
+
+@pytest.mark.parametrize(("warmup", "interval"), [(0, 1), (0, 3), (4, 1), (2, 3)])
+def test_a_clock_counts_the_rollouts_that_it_names(warmup: int, interval: int) -> None:
+    clock = StudentClock(warmup, interval)
+    due = [i for i in range(40) if clock.due(i)]
+    assert due == list(range(warmup + interval - 1, 40, interval))
+    for rollouts in range(40):
+        assert clock.steps(rollouts) == sum(i < rollouts for i in due)
+
+
+def test_score_sigma_of_the_logit_normal_law() -> None:
+    """0.98 is shift_5 of 0.907407, which is 0.924383 of the range, and logit(0.924383) = 2.503361: P(z > that)."""
+    flags = ("--dmd2-score-sigma-law", "logit_normal", "--fsdp-flow-shift", "5")
+    plain = plan_of(*flags).score_sigma
+    assert plain == "logit-normal (0, 1) in [0.02, 0.98], shift 5, clamped (0.6% of the draws at 0.98)"
+    moved = plan_of(*flags, "--dmd2-score-sigma-logit-mean", "2.503361", "--dmd2-score-sigma-logit-std", "0.3")
+    assert moved.score_sigma.endswith("clamped (50.0% of the draws at 0.98)")
 
 
 @pytest.mark.parametrize(
@@ -104,6 +173,11 @@ def test_score_sigma(shift: str, text: str) -> None:
         ("--dmd2-critic-conditioning stop_step --dmd2-stop-step last", "tells the critic a constant"),
         ("--diffusion-num-steps 1 --num-steps-per-rollout 1", "one step per student step"),
         ("--diffusion-num-steps 1 --rollout-seed 4", "--rollout-seed 4 is not --seed 0"),
+        (
+            "--dmd2-critic-conditioning stop_step --dmd2-student-input forward_noise --dmd2-latents l",
+            "it is trained at other inputs than it will see; sde has no such gap",
+        ),
+        ("--diffusion-sigmas 0.999", "rollouts scale the initial noise by it"),
         ("--diffusion-num-steps 1 --save elsewhere", "checkpoints go to --save elsewhere"),
     ],
 )
@@ -113,7 +187,16 @@ def test_notes(flags: str, note: str) -> None:
     assert note in notes[0]
 
 
-@pytest.mark.parametrize("flags", ["--diffusion-num-steps 1", "--dmd2-critic-conditioning stop_step"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--diffusion-num-steps 1",
+        "--dmd2-critic-conditioning stop_step",
+        "--diffusion-num-steps 1 --dmd2-student-input forward_noise --dmd2-latents l",
+        "--dmd2-critic-conditioning stop_step --dmd2-student-input forward_noise --dmd2-latents l "
+        "--dmd2-student-sample-type sde",
+    ],
+)
 def test_plain_settings_have_no_notes(flags: str) -> None:
     assert plan_of(*flags.split()).notes == ()
 

@@ -200,6 +200,14 @@ TOGETHER: list[tuple[str, tuple[str, ...]]] = [
     (" ".join((*STARTED, "--rollout-num-engines 2")), ("--rollout-num-engines 2", "1 devices", "use 1 or fewer")),
     (" ".join((*STARTED, "--rollout-engine-batch-size 8")), ("--rollout-engine-batch-size", "one sample at a time")),
     (
+        " ".join((*RUNNING, "--dmd2-student-sample-type sde")),
+        ("--dmd2-student-sample-type sde", "not available with --rollout-engine sglang yet", "use ode", "local"),
+    ),
+    (
+        " ".join((*RUNNING, "--dmd2-student-input forward_noise --dmd2-latents l")),
+        ("--dmd2-student-input forward_noise", "not available with --rollout-engine sglang", "use backward_simulation"),
+    ),
+    (
         " ".join((*STARTED, "--sglang-weight-sync tensor --sglang-weight-directory d")),
         ("--sglang-weight-directory d", "no files", "leave it out"),
     ),
@@ -235,6 +243,8 @@ def test_what_does_not_go_together(flags: str, parts: tuple[str, ...]) -> None:
         (*STARTED, "--actor-num-nodes", "2", "--sglang-weight-sync", "tensor"),
         (*STARTED, "--actor-num-nodes", "2", "--sglang-weight-directory", "/shared/w"),
         (*STARTED, "--sglang-weight-directory", "/dev/shm/w"),
+        (*STARTED, "--diffusion-sigmas", "0.9,0.5", "--dmd2-stop-step", "round_robin"),
+        (*STARTED, "--dmd2-teacher-guidance-scale", "3", "--dmd2-student-sample-type", "ode"),
         (*RUNNING, "http://localhost:30010", "http://[::1]:30020", "--rollout-num-engines", "3"),
         ("--rollout-engine", "sglang", "--rollout-engine-url", "https://far:1", "--sglang-weight-directory", "/shared"),
     ],

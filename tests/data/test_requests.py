@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
-from miles_dmd2.data.requests import TrainingRequests, eval_requests, grid
+from miles_dmd2.config.clock import StudentClock
+from miles_dmd2.data.requests import TrainingRequests, eval_requests, explicit_grid, grid
 
 PROMPTS = [f"prompt {i}" for i in range(7)]
 
@@ -45,6 +47,40 @@ def test_a_shared_stop_step_is_one_per_rollout_and_covers_all_steps() -> None:
     per_rollout = [{r.stop_step for window in source(i) for r in window} for i in range(60)]
     assert all(len(steps) == 1 for steps in per_rollout)
     assert set.union(*per_rollout) == {0, 1, 2, 3}
+
+
+def test_round_robin_takes_the_steps_in_turn_by_the_student_s_clock() -> None:
+    """With a student step on every second rollout, the student still sees all steps: 0 1 2 3 0 1."""
+    source = training("round_robin")
+    assert [{r.stop_step for window in source(i) for r in window} for i in range(6)] == [{0}, {1}, {2}, {3}, {0}, {1}]
+    clock = StudentClock(warmup=1, interval=2)
+    slow = replace(source, clock=clock)
+    due = [i for i in range(13) if clock.due(i)]
+    assert due == [2, 4, 6, 8, 10, 12]
+    assert [slow(i)[0][0].stop_step for i in due] == [0, 1, 2, 3, 0, 1]
+
+
+def test_every_request_says_how_its_sample_hops() -> None:
+    flat = [r for window in replace(training(), sample_type="sde")(0) for r in window]
+    flat += eval_requests(["a"], 1, grid(4, 1.0), 3, "sde")
+    assert {r.sample_type for r in flat} == {"sde"}
+
+
+def test_real_latents_are_of_the_prompt_and_uniform_over_its_rows() -> None:
+    rows = {prompt: [10 * i, 10 * i + 1, 10 * i + 2] for i, prompt in enumerate(PROMPTS)}
+    source = replace(training(), real_latents=rows)
+    flat = [r for i in range(100) for window in source(i) for r in window]
+    assert all(r.real_latent in rows[r.prompt] for r in flat)
+    counts = Counter(r.real_latent % 10 for r in flat)
+    assert all(abs(count - 4000 / 3) < 4 * 29.8 for count in counts.values()), counts  # sqrt(4000 * 1/3 * 2/3)
+    assert all(r.real_latent is None for r in eval_requests(PROMPTS, 1, grid(4, 1.0), 3))
+    plain = [r for i in range(100) for window in training()(i) for r in window]
+    assert [replace(r, real_latent=None) for r in flat] == plain, "seeds and stop steps do not depend on real data"
+
+
+def test_an_explicit_grid_is_rounded_to_fp32() -> None:
+    """0.757 in fp32 is 0.75700002908..., what an engine computes with (DMD2.md 4, item 26)."""
+    assert explicit_grid((1.0, 0.757, 0.0)) == (1.0, 0.7570000290870667, 0.0)
 
 
 @pytest.mark.parametrize("steps", [1, 4])

@@ -10,6 +10,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from fakes import FakeEngines, FakeGroup, Log, RecordingSink
 
+from miles_dmd2.config import StudentClock
 from miles_dmd2.driver import train
 from miles_dmd2.evaluation import FixedEvaluation, NoEvaluation
 from miles_dmd2.observability import RunError
@@ -62,6 +63,33 @@ def test_order_of_two_rollouts() -> None:
     ]  # fmt: skip
     assert log.most_awake == 1
     assert weights["raw"].version.step == 2
+
+
+def test_between_student_steps_the_critic_trains_alone_and_nothing_of_the_actor_moves() -> None:
+    """Warm-up 1, a step on each second rollout after: on rollouts 2 and 4 of 0..5."""
+    log, sink = Log(), RecordingSink()
+    groups = [FakeGroup(log, "critic", "critic"), FakeGroup(log, "actor", "actor")]
+    engines, clock = FakeEngines(log), StudentClock(warmup=1, interval=2)
+    weights = train(range(6), source, engines, groups, NoEvaluation(), NoCheckpoints(log), sink, clock)
+    critic, actor = groups
+    assert [batch.rollout_id for batch in critic.batches] == [0, 1, 2, 3, 4, 5]
+    assert [batch.student_step for batch in critic.batches] == [False, False, True, False, True, False]
+    assert [batch.rollout_id for batch in actor.batches] == [2, 4]
+    generated = [event for event in log.events if event.startswith("engines.generate")]
+    assert generated == [f"engines.generate(raw@{step})" for step in (0, 0, 0, 1, 1, 2)]
+    assert [event for event in log.events if event.startswith("actor.export")] == [
+        "actor.export(0)", "actor.export(1)", "actor.export(2)",
+    ]  # fmt: skip
+    assert ["actor/loss" in sink.rows[i] for i in range(6)] == [False, False, True, False, True, False]
+    assert weights["raw"].version.step == 2
+
+
+def test_a_run_resumed_between_student_steps_goes_on_with_the_same_clock() -> None:
+    log = Log()
+    groups = [FakeGroup(log, "critic", "critic"), FakeGroup(log, "actor", "actor")]
+    clock = StudentClock(warmup=1, interval=2)
+    train(range(4, 6), source, FakeEngines(log), groups, NoEvaluation(), NoCheckpoints(log), RecordingSink(), clock)
+    assert [batch.rollout_id for batch in groups[1].batches] == [4]
 
 
 def test_external_data_reaches_every_later_group_and_no_earlier_one() -> None:

@@ -1,6 +1,7 @@
 """The embedded engine against the contract, and what is its own: batches, caches, memory, dtypes."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from miles_dmd2.engines.local import LocalEngine
 from miles_dmd2.models.base import Components
 from miles_dmd2.models.qwen_image import QwenImageAdapter
 from miles_dmd2.models.weights import checksum
-from miles_dmd2.types import WeightVersion
+from miles_dmd2.types import RolloutRequest, WeightVersion
 from tests.engines.contract import GRID, EngineContract, Harness, stacked
 from tests.tiny_qwen import PROMPTS, SIZE
 
@@ -216,3 +217,87 @@ def test_grid_of_the_contract_is_shifted() -> None:
     assert GRID[0] == 1
     assert GRID[-1] == 0
     assert GRID[1] > 0.75
+
+
+# -- SDE hops ---------------------------------------------------------------------------------------------------
+
+
+def by_hand(harness: Harness, request: RolloutRequest) -> tuple[Tensor, Tensor]:
+    """x_k and x0 of one sample: x' = (1 - s') x0 + s' noise, the noise from the draws after the first one."""
+    shape = harness.adapter.latent_shape
+    generator = torch.Generator().manual_seed(request.seed)
+    x = harness.adapter.initial_noise(request.seed)[None]
+    torch.randn(shape, generator=generator)
+    (cond,) = harness.engine.conditioning([request.prompt])
+    on = harness.adapter.collate([cond])
+    for step in range(request.stop_step + 1):
+        sigma, after = request.sigmas[step], request.sigmas[step + 1]
+        with torch.no_grad():
+            x0 = x - sigma * harness.adapter.velocity(harness.reference, x, torch.tensor([sigma]), on)
+        if step == request.stop_step:
+            return x[0], x0[0]
+        x = (1 - after) * x0 + after * torch.randn(shape, generator=generator)
+    raise AssertionError
+
+
+def test_sde_hops_are_noised_afresh_from_the_sample_s_own_seed(shared: Harness) -> None:
+    shared.load(0)
+    requests = [replace(r, sample_type="sde") for r in shared.requests(0, 1, 2, 3, 3)]
+    samples = shared.engine.generate(requests)
+    for request, sample in zip(requests, samples, strict=True):
+        x_k, x0 = by_hand(shared, request)
+        torch.testing.assert_close(sample.x_k, x_k, rtol=0, atol=1e-5)
+        torch.testing.assert_close(sample.x0, x0, rtol=0, atol=1e-5)
+    ode = shared.engine.generate([replace(r, sample_type="ode") for r in requests])
+    assert torch.equal(samples[0].x_k, ode[0].x_k), "step 0 starts from noise alone"
+    assert all((a.x_k - b.x_k).abs().max() > 0.1 for a, b in zip(samples[1:], ode[1:], strict=True))
+    mixed = shared.engine.generate(
+        [*requests[:2], *(replace(r, sample_id=90 + r.sample_id) for r in shared.requests(1, 3))]
+    )
+    assert [s.sample_id for s in mixed][:2] == [r.sample_id for r in requests[:2]]
+    torch.testing.assert_close(mixed[1].x_k, samples[1].x_k, rtol=0, atol=1e-5)
+
+
+def test_an_unknown_hop_is_refused(shared: Harness) -> None:
+    (request,) = shared.requests(1)
+    with pytest.raises(ValueError, match="sample_type must be one of"):
+        shared.engine.generate([replace(request, sample_type="cps")])
+
+
+# -- real latents -----------------------------------------------------------------------------------------------
+
+
+def latents_of(adapter: Counting, value: float) -> Tensor:
+    return torch.full((5, *adapter.latent_shape), value)
+
+
+def test_real_latents_change_nothing_in_backward_simulation_and_everything_in_forward_noise(tiny_qwen: Path) -> None:
+    """Real data 0 -> 100: a rollout is the same bits, a noised input moves by (1 - sigma_k) 100 (DMD2.md 4, item 1)."""
+    found = {}
+    for value in (0.0, 100.0):
+        adapter = Counting(tiny_qwen)
+        harness = harness_of(adapter, real_latents=latents_of(adapter, value))
+        harness.load(0)
+        simulated = harness.requests(0, 1, 2, 3)
+        noised = [replace(r, sample_id=50 + r.sample_id, real_latent=2) for r in simulated]
+        found[value] = harness.engine.generate([*simulated, *noised])
+        assert harness.engine.forward_count == (1 + 2 + 3 + 4) + 4, "k + 1 each, and one each"
+        harness.engine.close()
+    for before, after in zip(found[0.0][:4], found[100.0][:4], strict=True):
+        assert torch.equal(before.x_k, after.x_k)
+        assert torch.equal(before.x0, after.x0)
+    for k, (before, after) in enumerate(zip(found[0.0][4:], found[100.0][4:], strict=True)):
+        moved = after.x_k - before.x_k
+        torch.testing.assert_close(moved, torch.full_like(moved, 100 * (1 - GRID[k])), rtol=1e-5, atol=1e-5)
+    assert torch.equal(found[0.0][4].x_k, found[0.0][0].x_k), "at sigma 1 both start from the noise alone"
+    noise = adapter.initial_noise(found[0.0][6].seed)
+    torch.testing.assert_close(found[0.0][6].x_k, GRID[2] * noise, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("row", "message"), [(5, "real_latent 5, this engine has 5"), (-1, "must be a row >= 0")])
+def test_a_row_that_is_not_there_is_refused(tiny_qwen: Path, row: int, message: str) -> None:
+    adapter = Counting(tiny_qwen)
+    harness = harness_of(adapter, real_latents=latents_of(adapter, 1.0))
+    harness.load(0)
+    with pytest.raises(ValueError, match=message):
+        harness.engine.generate([replace(harness.requests(1)[0], real_latent=row)])

@@ -4,6 +4,7 @@ Latents agree to 1e-5 at a scale of about 4, not bitwise: the pipeline hands the
 may be one unit in the last place away from sigma, and the time embedding multiplies that by 1000.
 """
 
+import dataclasses
 import json
 import os
 import shutil
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from miles_dmd2.algo import normal, sigma_grid
 from miles_dmd2.engines.local import LocalEngine
+from miles_dmd2.models.export import StudentSampling
 from miles_dmd2.models.qwen_image import QwenImageAdapter
 from miles_dmd2.types import RolloutRequest, RolloutSample, WeightVersion
 from tests.tiny_qwen import PROMPTS, TALL, build
@@ -39,6 +41,10 @@ def student(adapter: QwenImageAdapter) -> dict[str, Tensor]:
     return {name: value + 0.02 * normal(i, value.shape) for i, (name, value) in enumerate(state.items())}
 
 
+def sampling(num_steps: int, shift: float) -> StudentSampling:
+    return StudentSampling(tuple(sigma_grid(num_steps, shift).tolist()), shift)
+
+
 def sampled(engine: LocalEngine, num_steps: int, shift: float) -> list[RolloutSample]:
     grid = tuple(sigma_grid(num_steps, shift).tolist())
     requests = [
@@ -48,7 +54,7 @@ def sampled(engine: LocalEngine, num_steps: int, shift: float) -> list[RolloutSa
     return engine.generate(requests)
 
 
-def piped(pipeline: QwenImagePipeline, num_steps: int, output_type: str) -> Sequence[object]:
+def piped(pipeline: QwenImagePipeline, num_steps: int, output_type: str, **more: object) -> Sequence[object]:
     pipeline.set_progress_bar_config(disable=True)
     return pipeline(
         list(PROMPTS),
@@ -58,6 +64,7 @@ def piped(pipeline: QwenImagePipeline, num_steps: int, output_type: str) -> Sequ
         true_cfg_scale=1.0,
         generator=[torch.Generator().manual_seed(seed) for seed in SEEDS],
         output_type=output_type,
+        **more,
     ).images
 
 
@@ -76,7 +83,7 @@ def test_the_exported_student_is_what_plain_diffusers_samples(
     adapter: QwenImageAdapter, student: dict[str, Tensor], tmp_path: Path, num_steps: int, shift: float
 ) -> None:
     directory = tmp_path / "runs of one" / "student"
-    adapter.export_pipeline(student, num_steps, shift, directory)
+    adapter.export_pipeline(student, sampling(num_steps, shift), directory)
     pipeline = QwenImagePipeline.from_pretrained(directory)
     scheduler = pipeline.scheduler
     scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / num_steps, num_steps), mu=0.5)  # as the pipeline does
@@ -92,11 +99,41 @@ def test_the_exported_student_is_what_plain_diffusers_samples(
         assert (difference != 0).mean() < 0.01
 
 
+def test_an_exported_sde_student_on_a_grid_of_its_own_is_what_plain_diffusers_samples(
+    adapter: QwenImageAdapter, student: dict[str, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """diffusers' stochastic sampling, with the noise of the samples' own generators where it would draw globally.
+
+    The grid starts at 1: plain pipelines do not scale the initial noise by the first sigma, engines do.
+    """
+    grid = tuple(torch.tensor([1.0, 0.9, 0.4, 0.0]).tolist())
+    adapter.export_pipeline(student, StudentSampling(grid, None, "sde"), tmp_path / "student")
+    described = json.loads((tmp_path / "student" / "student.json").read_text())
+    engine = LocalEngine(QwenImageAdapter(tmp_path / "student", HEIGHT, WIDTH), checkpoint_version=WeightVersion(1))
+    requests = [
+        RolloutRequest(i, prompt, seed, grid, 2, False, described["sample_type"])
+        for i, (prompt, seed) in enumerate(zip(PROMPTS, SEEDS, strict=True))
+    ]
+    ours = torch.stack([sample.x0 for sample in engine.generate(requests)])
+    generators = [torch.Generator().manual_seed(seed) for seed in SEEDS]
+    for generator in generators:
+        torch.randn(adapter.latent_shape, generator=generator)  # the initial noise
+    monkeypatch.setattr(
+        "diffusers.schedulers.scheduling_flow_match_euler_discrete.randn_tensor",
+        lambda shape, **_: torch.stack([torch.randn(shape[1:], generator=g) for g in generators]),
+    )
+    pipeline = QwenImagePipeline.from_pretrained(tmp_path / "student")
+    theirs = piped(pipeline, 3, "latent", sigmas=described["sigmas"][:-1])
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+    ode = engine.generate([dataclasses.replace(request, sample_type="ode") for request in requests])
+    assert (ours - torch.stack([sample.x0 for sample in ode])).abs().max() > 0.1
+
+
 def test_an_export_holds_the_weights_and_copies_of_the_rest(
     adapter: QwenImageAdapter, student: dict[str, Tensor], tmp_path: Path
 ) -> None:
     directory = tmp_path / "student"
-    adapter.export_pipeline(student, 4, 3.0, directory)
+    adapter.export_pipeline(student, sampling(4, 3.0), directory)
     written = load_file(directory / "transformer/diffusion_pytorch_model.safetensors")
     assert written.keys() == student.keys()
     assert all(torch.equal(value, student[name]) for name, value in written.items())
@@ -126,7 +163,7 @@ def test_links_and_pickles_of_a_hub_cache_do_not_reach_the_export(
             link.parent.mkdir(parents=True, exist_ok=True)
             link.symlink_to(os.path.relpath(path, link.parent))
     (cache / "snapshot/vae/old.bin").write_bytes(b"pickle")
-    QwenImageAdapter(cache / "snapshot", HEIGHT, WIDTH).export_pipeline(student, 2, 1.0, tmp_path / "student")
+    QwenImageAdapter(cache / "snapshot", HEIGHT, WIDTH).export_pipeline(student, sampling(2, 1.0), tmp_path / "student")
     shutil.rmtree(cache)
     assert not any(path.is_symlink() or path.suffix == ".bin" for path in (tmp_path / "student").rglob("*"))
     QwenImagePipeline.from_pretrained(tmp_path / "student")
@@ -150,7 +187,7 @@ def test_an_export_that_cannot_be_right_writes_nothing(
     else:
         weights["time_text_embed.timestep_embedder.stop_step_embedding"] = torch.zeros(4, 64)
     with pytest.raises(ValueError, match=r"exists already|do not fit it"):
-        adapter.export_pipeline(weights, 4, 3.0, directory)
+        adapter.export_pipeline(weights, sampling(4, 3.0), directory)
     assert [p.name for p in tmp_path.rglob("*")] == (["student"] if fault == "exists" else [])
 
 
@@ -162,7 +199,7 @@ def test_an_export_that_fails_half_way_leaves_nothing(
 
     monkeypatch.setattr("safetensors.torch.save_file", full_disk)
     with pytest.raises(OSError, match="no space"):
-        adapter.export_pipeline(student, 4, 3.0, tmp_path / "student")
+        adapter.export_pipeline(student, sampling(4, 3.0), tmp_path / "student")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -171,12 +208,12 @@ def test_sharded_checkpoints_export_too(student: dict[str, Tensor], tmp_path: Pa
     (checkpoint / "transformer/diffusion_pytorch_model.safetensors").unlink()
     adapter = QwenImageAdapter(checkpoint, HEIGHT, WIDTH)
     with pytest.raises(ValueError, match=r"no \.safetensors file"):
-        adapter.export_pipeline(student, 4, 3.0, tmp_path / "student")
+        adapter.export_pipeline(student, sampling(4, 3.0), tmp_path / "student")
     from diffusers import QwenImageTransformer2DModel
 
     config = json.loads((checkpoint / "transformer/config.json").read_text())
     QwenImageTransformer2DModel.from_config(config).save_pretrained(checkpoint / "transformer", max_shard_size="400KB")
     assert len(list((checkpoint / "transformer").glob("*.safetensors"))) > 1
-    adapter.export_pipeline(student, 4, 3.0, tmp_path / "student")
+    adapter.export_pipeline(student, sampling(4, 3.0), tmp_path / "student")
     loaded = QwenImageAdapter(tmp_path / "student", HEIGHT, WIDTH).load_transformer()
     assert all(torch.equal(value, student[name]) for name, value in loaded.state_dict().items())

@@ -152,6 +152,20 @@ def test_training_skips_the_decode_and_eval_always_decodes(adapter: QwenImageAda
     assert [sample.media is None for sample in [*training, *pictures]] == [True] * 3 + [False] * 3
 
 
+def test_a_request_that_the_wire_cannot_carry_is_refused_before_any_is_sent(
+    adapter: QwenImageAdapter, start: Start
+) -> None:
+    fake = FakeSGLang(adapter)
+    harness = start(fake)
+    first, second = harness.requests(0, 1)
+    for fields in ({"sample_type": "sde"}, {"real_latent": 0}):
+        with pytest.raises(
+            ValueError, match=f"request for sample {second.sample_id}: SGLang's server rolls out by ode"
+        ):
+            harness.engine.generate([first, dataclasses.replace(second, **fields)])
+    assert fake.requests == []
+
+
 def test_a_prompt_is_asked_for_its_conditioning_once(adapter: QwenImageAdapter, start: Start) -> None:
     fake = FakeSGLang(adapter)
     harness = start(fake, prompt_cache_size=2, max_in_flight=1)

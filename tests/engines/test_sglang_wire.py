@@ -21,6 +21,7 @@ from miles_dmd2.engines.sglang.wire import (
     Ask,
     StaleWeightsError,
     WireError,
+    check_servable,
     error_text,
     parse_conditioning,
     parse_json,
@@ -130,6 +131,19 @@ def test_the_grid_is_sent_in_fp32(adapter: QwenImageAdapter) -> None:
 def probe_of(adapter: QwenImageAdapter) -> Probe:
     x = normal(5, (1, *adapter.latent_shape))
     return Probe(x, torch.tensor([0.7]), adapter.probe_conditioning(), torch.zeros_like(x))
+
+
+@pytest.mark.parametrize(
+    ("fields", "asked"),
+    [
+        ({"sample_type": "sde"}, "sample_type 'sde', real_latent None"),
+        ({"real_latent": 0}, "sample_type 'ode', real_latent 0"),
+    ],
+)
+def test_a_way_to_x_k_that_is_not_on_the_wire_is_refused(fields: dict[str, Any], asked: str) -> None:
+    check_servable([REQUEST])
+    with pytest.raises(ValueError, match=f"^request for sample 8: SGLang's server rolls out by ode, not {asked}$"):
+        check_servable([REQUEST, dataclasses.replace(REQUEST, sample_id=8, **fields)])
 
 
 def test_a_probe_request_carries_its_input(adapter: QwenImageAdapter) -> None:

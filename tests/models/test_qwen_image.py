@@ -329,3 +329,23 @@ def test_probe_conditioning_is_fixed(adapter: QwenImageAdapter, tiny_qwen: Path)
     again = QwenImageAdapter(tiny_qwen, *TALL).probe_conditioning()
     assert torch.equal(cond["prompt_embeds"], again["prompt_embeds"])
     assert set(adapter.collate([cond])) == {"prompt_embeds"}
+
+
+def test_pictures_are_encoded_as_the_vae_and_the_pipeline_s_normalisation_say(tiny_qwen: Path) -> None:
+    """Against vae.encode and the image-to-image pipeline's own (latents - mean) * (1 / std), then packed."""
+    from diffusers import QwenImageImg2ImgPipeline
+
+    adapter = QwenImageAdapter(tiny_qwen, 48, 32)
+    components = adapter.load_components()
+    pixels = (255 * torch.rand((2, 1, 48, 32, 3), generator=torch.Generator().manual_seed(0))).to(torch.uint8)
+    ours = adapter.encode(components, pixels)
+    vae = components.vae
+    image = (pixels[:, 0].permute(0, 3, 1, 2).float() / 127.5 - 1).unsqueeze(2)
+    latents = vae.encode(image).latent_dist.mode()
+    mean, std = (torch.tensor(v).view(1, -1, 1, 1, 1) for v in (vae.config.latents_mean, vae.config.latents_std))
+    latents = ((latents - mean) * (1.0 / std)).transpose(1, 2)
+    theirs = QwenImageImg2ImgPipeline._pack_latents(latents, 2, latents.shape[2], *latents.shape[3:])
+    assert ours.shape == (2, *adapter.latent_shape)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)
+    with pytest.raises(ValueError, match=r"pixels must be uint8 \[batch, 1, 48, 32, 3\], got torch.float32"):
+        adapter.encode(components, pixels.float())

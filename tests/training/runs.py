@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from miles_dmd2.algo import sample_score_sigma
+from miles_dmd2.config.clock import EVERY_ROLLOUT, StudentClock
 from miles_dmd2.training import ActorTrainer, CriticTrainer, OptimizerSettings, Ranks, TrainerSettings, wanted_ids
 from miles_dmd2.training.batching import TrainInputHook
+from miles_dmd2.training.scoring import Guidance
 from miles_dmd2.training.sharding import full
 from miles_dmd2.types import RolloutSample
-from tests.training.toy import GRID, ToyAdapter, make_sample, make_windows
+from tests.training.toy import GRID, LABELS, ToyAdapter, make_sample, make_windows
 
 NUM_STEPS = len(GRID) - 1
 
@@ -28,6 +32,8 @@ class Setup:
     forward_dtype: torch.dtype | None = None
     told: bool = True
     lr: float = 1e-2
+    schedule: str = "constant"
+    total_updates: int = 1
     clip: float = 1.0
     decay: float = 0.9
     seed: int = 3
@@ -36,13 +42,42 @@ class Setup:
     nan_sample: int | None = None
     hook: TrainInputHook | None = None
     max_drift: float | None = None
+    normalizer: str = "sample"
+    normalizer_eps: float = 1e-6
+    scoring: str = "fused"
+    law: str = "uniform"
+    guidance: float = 1.0
+    ema_start: int = 0
+    clock: StudentClock = EVERY_ROLLOUT
+
+
+# One option of the algorithm each, away from its default.
+OPTIONS = {
+    "batch normalizer": {"normalizer": "batch"},
+    "large eps": {"normalizer_eps": 2.0},
+    "original scoring": {"scoring": "original"},
+    "logit-normal sigma": {"law": "logit_normal"},
+    "guided teacher": {"guidance": 3.0},
+    "a step on every second rollout": {"clock": StudentClock(0, 2)},
+    "critic alone at first": {"clock": StudentClock(1, 1)},
+    "x0 space": {"space": "x0"},
+    "eps space": {"space": "eps"},
+    "plain critic": {"told": False},
+}
+UNCOND = {"label": torch.full((LABELS,), 0.25)}
 
 
 def settings(setup: Setup, name: str) -> TrainerSettings:
     return TrainerSettings(
         name=name,
         seed=setup.seed,
-        optimizer=OptimizerSettings(lr=setup.lr, clip_grad=setup.clip, max_skipped_steps=setup.max_skipped),
+        optimizer=OptimizerSettings(
+            lr=setup.lr,
+            schedule=setup.schedule,
+            total_updates=setup.total_updates,
+            clip_grad=setup.clip,
+            max_skipped_steps=setup.max_skipped,
+        ),
         micro_batch_size=setup.micro,
         forward_dtype=setup.forward_dtype or setup.dtype,
         master_dtype=setup.dtype,
@@ -58,16 +93,26 @@ def make_critic(ranks: Ranks, setup: Setup, adapter: ToyAdapter | None = None) -
         adapter.load_transformer(),
         adapter.load_transformer(),
         ranks,
+        score_sigma=partial(sample_score_sigma, lo=0.02, hi=0.98, law=setup.law),
         loss_space=setup.space,
+        scoring=setup.scoring,
+        guidance=None if setup.guidance == 1 else Guidance(setup.guidance, UNCOND),
         told_stop_steps=NUM_STEPS if setup.told else None,
     )
 
 
 def make_actor(ranks: Ranks, setup: Setup, adapter: ToyAdapter | None = None) -> ActorTrainer:
     adapter = adapter or ToyAdapter()
-    student = adapter.load_transformer()
     return ActorTrainer(
-        settings(setup, "actor"), adapter, student, ranks, ema_decay=setup.decay, max_x0_drift=setup.max_drift
+        settings(setup, "actor"),
+        adapter,
+        adapter.load_transformer(),
+        ranks,
+        ema_decay=setup.decay,
+        ema_start=setup.ema_start,
+        normalizer=setup.normalizer,
+        normalizer_eps=setup.normalizer_eps,
+        max_x0_drift=setup.max_drift,
     )
 
 
@@ -88,9 +133,12 @@ def one_rollout(
     actor.sleep()
     critic.wake()
     ids = wanted_ids(windows, ranks.rank, ranks.world_size)
-    critic_metrics, scores = critic.train(rollout_id, windows, samples_of(setup, rollout_id, ids))
+    due = setup.clock.due(rollout_id)
+    critic_metrics, scores = critic.train(rollout_id, windows, samples_of(setup, rollout_id, ids), score=due)
     critic.sleep()
     actor.wake()
+    if not due:
+        return critic_metrics, {}
     last = windows[-1:]
     ids = wanted_ids(last, ranks.rank, ranks.world_size)
     actor_metrics = actor.train(rollout_id, last, samples_of(setup, rollout_id, ids), ranks.gather(scores))

@@ -89,6 +89,41 @@ def test_metrics_are_those_of_the_formulas(ranks: Ranks) -> None:
         assert metrics[name] == pytest.approx(float(value), rel=1e-9), name
 
 
+def own_x0(actor: ActorTrainer) -> list[RolloutSample]:
+    """Samples whose x0 is the student's own, as those of a rollout are."""
+    x0, _, _ = by_hand(actor)
+    return [replace(s, x0=x0[n].detach()) for n, s in enumerate(samples_of(SETUP, 0, WINDOW[0]))]
+
+
+@pytest.mark.parametrize("eps", [1e-6, 3.0])
+@pytest.mark.parametrize("kind", ["sample", "batch"])
+def test_the_normalizer_is_of_each_sample_or_of_the_window(ranks: Ranks, kind: str, eps: float) -> None:
+    """dmd_loss = mean (gap / N)^2 / 2 with N written out; where N is below eps it is eps, and counted."""
+    setup = replace(SETUP, micro=3, normalizer=kind, normalizer_eps=eps)
+    fresh = make_actor(ranks, SETUP)
+    _, gradient, of_each = by_hand(fresh)
+    gap = gradient * of_each.view(-1, 1, 1)
+    n = of_each if kind == "sample" else of_each.mean().expand(8)
+    expected = 0.5 * (gap / n.clamp(min=eps).view(-1, 1, 1)).square().mean()
+    metrics = make_actor(ranks, setup).train(0, WINDOW, own_x0(fresh), [fake_scores(WINDOW[0])])
+    assert metrics["dmd_loss"] == pytest.approx(expected.item(), rel=1e-9)
+    assert metrics["dmd2_degenerate_samples"] == (n < eps).sum()
+    assert eps < 1 or (of_each < eps).sum() > 0
+
+
+def test_a_batch_normalizer_of_each_micro_batch_would_be_another(ranks: Ranks) -> None:
+    """Why it is taken over the whole window beforehand (DMD2.md 1.5)."""
+    fresh = make_actor(ranks, SETUP)
+    _, gradient, of_each = by_hand(fresh)
+    gap = gradient * of_each.view(-1, 1, 1)
+    cut = torch.cat([part.mean().expand(len(part)) for part in of_each.split(3)])
+    mutation = 0.5 * (gap / cut.view(-1, 1, 1)).square().mean()
+    metrics = make_actor(ranks, replace(SETUP, micro=3, normalizer="batch")).train(
+        0, WINDOW, own_x0(fresh), [fake_scores(WINDOW[0])]
+    )
+    assert abs(metrics["dmd_loss"] - mutation.item()) > 1e-4
+
+
 def test_steps_without_samples_log_nothing(ranks: Ranks) -> None:
     window = ((0, 4, 1, 5),)  # stop steps 0 and 1
     samples = samples_of(SETUP, 0, window[0])
@@ -237,22 +272,43 @@ def test_the_actor_takes_exactly_one_window(ranks: Ranks) -> None:
 # -- average, skipped steps, precision ------------------------------------------------------------------------
 
 
-def test_the_average_has_its_closed_form_after_j_updates(ranks: Ranks) -> None:
-    actor, decay, updates = make_actor(ranks, SETUP), SETUP.decay, 6
+@pytest.mark.parametrize("start", [0, 2])
+def test_the_average_has_its_closed_form_after_j_updates(ranks: Ranks, start: int) -> None:
+    """From the weights at its start on, one step of it per update; before, it is the student (FastVideo#1440)."""
+    actor, decay, updates = make_actor(ranks, replace(SETUP, ema_start=start)), SETUP.decay, 6
     history = [weights(actor)]
     assert same_bits(actor.ema.average, {name: history[0][name] for name in actor.network.trained})
     for rollout_id in range(updates):
         train_actor(actor, rollout_id)
         history.append(weights(actor))
+        if actor.updates <= start:
+            assert same_bits(actor.ema.average, {name: history[-1][name] for name in actor.network.trained})
     for name, average in actor.ema.average.items():
-        expected = decay**updates * history[0][name]
-        for j in range(1, updates + 1):
+        expected = decay ** (updates - start) * history[start][name]
+        for j in range(start + 1, updates + 1):
             expected = expected + (1 - decay) * decay ** (updates - j) * history[j][name]
         torch.testing.assert_close(average, expected, rtol=1e-12, atol=1e-14)
 
 
 def state(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {name: entry.tensor.clone() for name, entry in trainer.residence.entries.items()}
+
+
+def test_average_rate_and_counter_stand_still_with_a_skipped_step(ranks: Ranks) -> None:
+    """The clock of each is the student's successful update, never the rollout (DMD2.md 4, 10 and 11)."""
+    setup = replace(SETUP, schedule="linear", total_updates=4, max_skipped=9)
+    actor, rates = make_actor(ranks, setup), []
+    for rollout_id in range(6):
+        bad = rollout_id in (1, 2)
+        kept = {name: value.clone() for name, value in actor.ema.average.items()}
+        if bad:
+            poisoned(actor, rollout_id, setup)
+            assert same_bits(actor.ema.average, kept)
+            continue
+        rates.append(train_actor(actor, rollout_id, setup)["lr"])
+        assert not same_bits(actor.ema.average, kept)
+    assert rates == pytest.approx([SETUP.lr * (1 - j / 4) for j in range(4)])
+    assert (actor.updates, actor.skipped_steps) == (4, 2)
 
 
 def skip_then_go_on(

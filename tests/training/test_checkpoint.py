@@ -13,7 +13,7 @@ from miles_dmd2.training import Ranks
 from miles_dmd2.training.checkpoint import rank_file, read_tensors, write_tensors
 from miles_dmd2.types import GroupState
 from tests.training.pool import RankPool
-from tests.training.runs import Run, Setup, make_actor, make_critic, one_rollout, same_bits, weights
+from tests.training.runs import OPTIONS, Run, Setup, make_actor, make_critic, one_rollout, same_bits, weights
 
 SETUP = Setup(dtype=torch.float32, micro=3)
 
@@ -67,6 +67,13 @@ def test_a_resumed_run_is_the_uninterrupted_one(ranks: Ranks, tmp_path: Path, se
     resumed = continue_from(ranks, setup, tmp_path, [dict(s.counters) for s in states], asleep)
     resumed.exported.setdefault("ema", {})
     check_same(whole, resumed)
+
+
+@pytest.mark.parametrize("option", [*OPTIONS, "average from the third update on"])
+def test_with_every_option(ranks: Ranks, tmp_path: Path, option: str) -> None:
+    setup = replace(SETUP, **OPTIONS.get(option, {"ema_start": 3}))
+    whole, states = save_at_two(ranks, setup, tmp_path)
+    check_same(whole, continue_from(ranks, setup, tmp_path, [dict(s.counters) for s in states], asleep=True))
 
 
 def test_also_on_two_ranks(two_ranks: RankPool, tmp_path: Path) -> None:

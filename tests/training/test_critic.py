@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
-from miles_dmd2.algo import add_noise, key_seed, normal_batch, sample_score_sigma, uniform_batch, x0_from_velocity
+from miles_dmd2.algo import (
+    Purpose,
+    add_noise,
+    key_seed,
+    normal_batch,
+    sample_score_sigma,
+    uniform_batch,
+    x0_from_velocity,
+)
 from miles_dmd2.training import CriticTrainer, Ranks, wanted_ids
 from miles_dmd2.training.trainer import Trainer
 from miles_dmd2.types import RolloutSample, ScoreRow
@@ -93,18 +102,28 @@ def test_critic_and_teacher_are_two_modules(ranks: Ranks) -> None:
         CriticTrainer(settings(ONE_STEP, "critic"), adapter, module, module, ranks)
 
 
-def scores_by_hand(critic: CriticTrainer, samples: list[RolloutSample], seed: int) -> dict[int, ScoreRow]:
+def scores_by_hand(
+    critic: CriticTrainer,
+    samples: list[RolloutSample],
+    seed: int,
+    purposes: tuple[Purpose, Purpose] = ("score_sigma", "score_noise"),
+    guidance: float = 1.0,
+) -> dict[int, ScoreRow]:
     """With the critic's present weights, from the formulas; without the trainer's code."""
     ids = [s.sample_id for s in samples]
-    uniform = uniform_batch([key_seed(seed, "score_sigma", 0, i) for i in ids]).double()
+    uniform = uniform_batch([key_seed(seed, purposes[0], 0, i) for i in ids]).double()
     sigma = sample_score_sigma(uniform, 0.02, 0.98)
-    noise = normal_batch([key_seed(seed, "score_noise", 0, i) for i in ids], LATENT).double()
+    noise = normal_batch([key_seed(seed, purposes[1], 0, i) for i in ids], LATENT).double()
     x0 = torch.stack([s.x0 for s in samples]).double()
     label = torch.stack([s.cond["label"] for s in samples])
     x = add_noise(x0, noise, sigma)
     with torch.no_grad(), critic.conditioning.told(torch.tensor([s.stop_step for s in samples])):
         fake = x0_from_velocity(x, critic.network.module(x, sigma, label), sigma)
         real = x0_from_velocity(x, critic.teacher.module(x, sigma, label), sigma)
+        if guidance != 1:
+            nobody = torch.full_like(label, 0.25)
+            uncond = x0_from_velocity(x, critic.teacher.module(x, sigma, nobody), sigma)
+            real = uncond + guidance * (real - uncond)
     return {i: ScoreRow(real[n], fake[n], sigma[n].item()) for n, i in enumerate(ids)}
 
 
@@ -140,6 +159,78 @@ def test_teacher_and_critic_see_the_same_noised_student_sample(ranks: Ranks) -> 
     assert len(seen["critic"]) == len(seen["teacher"]) == 3
     for ours, theirs in zip(seen["critic"], seen["teacher"], strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_a_guided_teacher_is_the_standard_convention_and_runs_twice(ranks: Ranks) -> None:
+    """uncond + w (cond - uncond) against the formula written out; w = 1 never runs the unconditional forward."""
+    setup = Setup(windows=1, micro=3, guidance=4.5)
+    _, metrics, scores = run_critic(ranks, setup)
+    samples = samples_of(setup, 0, windows_of(setup, 0)[0])
+    by_hand = scores_by_hand(make_critic(ranks, setup), samples, setup.seed, guidance=4.5)
+    assert worst(scores, by_hand, "x0_real") < 1e-12
+    assert worst(scores, by_hand, "x0_fake") < 1e-12, "the critic is not guided"
+    assert metrics["teacher_forwards"] == 16
+    assert run_critic(ranks, replace(setup, guidance=1.0))[1]["teacher_forwards"] == 8
+    offset = scores_by_hand(make_critic(ranks, setup), samples, setup.seed, guidance=5.5)
+    assert worst(scores, offset, "x0_real") > 1e-3, "mutation: cond + w (cond - uncond)"
+
+
+def test_without_a_student_step_nothing_is_scored_and_the_critic_learns_the_same(ranks: Ranks) -> None:
+    setup = Setup(micro=3)
+    scored, _, _ = run_critic(ranks, setup)
+    alone = make_critic(ranks, setup)
+    windows = windows_of(setup, 0)
+    ids = [i for window in windows for i in window]
+    metrics, scores = alone.train(0, windows, samples_of(setup, 0, ids), score=False)
+    assert scores == {}
+    assert metrics["teacher_forwards"] == 0
+    assert same_bits(weights(alone), weights(scored))
+
+
+def test_original_scoring_has_its_own_draws_before_the_last_update(ranks: Ranks) -> None:
+    setup = Setup(windows=2, micro=3, scoring="original")
+    critic, metrics, scores = run_critic(ranks, setup)
+    last = samples_of(setup, 0, windows_of(setup, 0)[1])
+    one_step = make_critic(ranks, setup)
+    first = windows_of(setup, 0)[:1]
+    one_step.train(0, first, samples_of(setup, 0, first[0]))
+    own = ("scoring_pass_sigma", "scoring_pass_noise")
+    before, after = (scores_by_hand(trainer, last, setup.seed, own) for trainer in (one_step, critic))
+    assert worst(scores, before, "x0_fake") < 1e-12
+    assert worst(scores, before, "x0_real") < 1e-12
+    assert worst(scores, after, "x0_fake") > 1e-4, "mutation: scored after the last update"
+    assert worst(scores, scores_by_hand(one_step, last, setup.seed), "x0_real") > 1e-2, "mutation: the training draws"
+    assert (metrics["critic_forwards"], metrics["teacher_forwards"]) == (24.0, 8.0)
+    fused = run_critic(ranks, replace(setup, scoring="fused"))
+    assert same_bits(weights(critic), weights(fused[0])), "how the window is scored does not touch the critic"
+
+
+def gaps(ranks: Ranks, setup: Setup, count: int, shift: float = 1.0) -> torch.Tensor:
+    """x0_fake - x0_real `[count, *latent]` of samples with one x0, under a critic that is not the teacher."""
+    adapter = ToyAdapter(seed=1)
+    critic = make_critic(ranks, setup, adapter)
+    critic.score_sigma = partial(sample_score_sigma, lo=0.02, hi=0.98, shift=shift)
+    with torch.no_grad():
+        for parameter in critic.network.trained.values():
+            parameter.mul_(0.5)
+    (like,) = samples_of(setup, 0, [0])
+    ids = tuple(range(count))
+    _, scores = critic.train(0, (ids,), [replace(like, sample_id=i) for i in ids])
+    return torch.stack([scores[i].x0_fake - scores[i].x0_real for i in ids])
+
+
+def test_both_scorings_are_equal_in_expectation(ranks: Ranks) -> None:
+    """Two independent sets of draws of one law: the means agree within five standard errors, the draws do not."""
+    setup = Setup(windows=1, told=False)
+    count = 4096
+    fused, original = (gaps(ranks, replace(setup, scoring=s), count) for s in ("fused", "original"))
+    error = ((fused.var(0) + original.var(0)) / count).sqrt()
+    assert ((fused.mean(0) - original.mean(0)).abs() < 5 * error).all()
+    assert (fused.mean(0).abs() > 20 * error).any(), "a gap of zero would prove nothing"
+    shifted = gaps(ranks, replace(setup, scoring="original"), count, shift=3.0)
+    assert ((fused.mean(0) - shifted.mean(0)).abs() > 5 * error).any(), "mutation: another law of sigma"
+    centred = torch.stack([(part - part.mean(0)).flatten() for part in (fused, original)])
+    assert torch.corrcoef(centred)[0, 1].abs() < 0.05, "mutation: the two share their draws"
 
 
 @pytest.mark.parametrize("space", ["velocity", "x0", "eps"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from miles_dmd2.training import Ranks
 from miles_dmd2.training.trainer import Trainer
 from tests.training.pool import RankPool
-from tests.training.runs import Run, Setup, distance, same_bits, train
+from tests.training.runs import OPTIONS, Run, Setup, distance, same_bits, train
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +38,17 @@ def test_two_ranks_are_one_rank(two_ranks: RankPool, reference: Run, micro: int 
     first, second = two_ranks.run(train, Setup(micro=micro))
     assert distance(first.exported["ema"], reference.exported["ema"]) < 1e-7  # exported in fp32
     assert second.exported == {"raw": {}, "ema": {}}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option_is_blind_to_the_cut(ranks: Ranks, two_ranks: RankPool, reference: Run, option: str) -> None:
+    """Micro-batches and ranks change nothing, the option does change the student."""
+    setup = Setup(**OPTIONS[option])
+    alone = train(ranks, setup)
+    assert distance(alone.student, reference.student) > 1e-6
+    for run in (train(ranks, replace(setup, micro=3)), *two_ranks.run(train, replace(setup, micro=3))):
+        assert distance(run.critic, alone.critic) < 1e-12
+        assert distance(run.student, alone.student) < 1e-12
 
 
 def test_in_fp32_two_ranks_differ_by_rounding_only(ranks: Ranks, two_ranks: RankPool) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from miles_dmd2.algo import initial_noise, key_seed, normal
 from miles_dmd2.models.base import Components, ModelAdapter
+from miles_dmd2.models.export import StudentSampling
 from miles_dmd2.types import Conditioning, RolloutSample, WeightVersion
 
 LATENT = (2, 3)
@@ -115,7 +116,7 @@ class ToyAdapter(ModelAdapter):
     def idle_parameters(self, transformer: nn.Module) -> dict[str, str]:
         return {"unused": "none"}
 
-    def export_pipeline(self, weights: Mapping[str, Tensor], num_steps: int, shift: float, directory: Path) -> None:
+    def export_pipeline(self, weights: Mapping[str, Tensor], sampling: StudentSampling, directory: Path) -> None:
         raise NotImplementedError
 
 

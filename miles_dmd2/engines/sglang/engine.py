@@ -22,7 +22,7 @@ from miles_dmd2.engines.sglang.http import Transport
 from miles_dmd2.engines.sglang.pool import Job, Link, Pool, SGLangSettings, State
 from miles_dmd2.engines.sglang.server import Server
 from miles_dmd2.engines.sglang.weights import Push, WeightStore, in_memory, on_disk
-from miles_dmd2.engines.sglang.wire import Answer, Ask, parse_conditioning, parse_rollout
+from miles_dmd2.engines.sglang.wire import Answer, Ask, check_servable, parse_conditioning, parse_rollout
 from miles_dmd2.models.base import ModelAdapter
 from miles_dmd2.models.weights import safetensors_shapes
 from miles_dmd2.types import Conditioning, RolloutRequest, RolloutSample, WeightUpdate, WeightVersion
@@ -161,6 +161,7 @@ class SGLangEngine(RolloutEngine):
         if self._version is None:
             raise EngineError("no weights yet: push some with load_weights, or name a checkpoint_version")
         check_requests(requests)
+        check_servable(requests)
         self._check_cut(requests)
         return self._run(self._generate(requests, self._version))
 

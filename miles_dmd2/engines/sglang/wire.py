@@ -82,6 +82,14 @@ class Capabilities:
 # -- requests ------------------------------------------------------------------------------------------------
 
 
+def check_servable(requests: Sequence[RolloutRequest]) -> None:
+    """ValueError, naming the sample: a way to x_k that is not on the wire. What SGLang calls sde is another hop."""
+    for request in requests:
+        if request.sample_type != "ode" or request.real_latent is not None:
+            asked = f"sample_type {request.sample_type!r}, real_latent {request.real_latent}"
+            raise ValueError(f"request for sample {request.sample_id}: SGLang's server rolls out by ode, not {asked}")
+
+
 def rollout_body(ask: Ask, adapter: ModelAdapter) -> dict[str, object]:
     """JSON body of `POST /rollout/generate`. The grid goes without its terminal 0, rounded to fp32."""
     request, stop = ask.request, ask.request.stop_step

@@ -1,0 +1,89 @@
+"""Real latents with their prompts, encoded once: one safetensors file that says which VAE made it and proves itself."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from miles_dmd2.config.errors import ConfigError, show
+
+_FORMAT = "miles_dmd2 latents 1"
+_WHAT = "a file that recipes/digits/latents.py or scripts/encode_latents.py wrote"
+
+
+@dataclass(frozen=True, slots=True)
+class LatentFile:
+    """latents: fp32 `[n, *latent]` as the model family's trainer sees them; prompts: one each; vae: its SHA-256."""
+
+    latents: Tensor
+    prompts: tuple[str, ...]
+    vae: str
+
+    def rows(self) -> dict[str, list[int]]:
+        """Prompt -> the rows that show it."""
+        found: dict[str, list[int]] = {}
+        for row, prompt in enumerate(self.prompts):
+            found.setdefault(prompt, []).append(row)
+        return found
+
+
+def write_latents(path: Path, content: LatentFile) -> None:
+    """ValueError: the file exists, or a latent without its prompt, not fp32, not finite."""
+    latents, prompts = content.latents, content.prompts
+    if path.exists():
+        raise ValueError(f"{path} exists already; give another path")
+    if latents.dtype != torch.float32 or len(latents) != len(prompts) or not prompts:
+        raise ValueError(
+            f"want fp32 latents with a prompt each, got {list(latents.shape)} {latents.dtype}, {len(prompts)}"
+        )
+    if not bool(torch.isfinite(latents).all()):
+        raise ValueError("latents are not finite")
+    metadata = {"format": _FORMAT, "prompts": json.dumps(prompts), "vae": content.vae, "sha256": _digest(content)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file({"latents": latents.contiguous()}, path, metadata=metadata)
+
+
+def read_latents(path: Path, flag: str = "--dmd2-latents") -> LatentFile:
+    """ConfigError: no such file, not one of these, or its content is not what its hash says."""
+    if not path.is_file():
+        raise ConfigError(f"{flag} {show(path)}: no such file; give {_WHAT}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata: Mapping[str, str] = file.metadata() or {}
+            latents = file.get_tensor("latents") if "latents" in file.keys() else None  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{flag} {show(path)}: not readable as safetensors ({error}); give {_WHAT}") from None
+    if metadata.get("format") != _FORMAT or latents is None:
+        raise ConfigError(f"{flag} {show(path)}: holds no latents of the format {_FORMAT}; give {_WHAT}")
+    content = LatentFile(latents, tuple(json.loads(metadata["prompts"])), metadata["vae"])
+    if _digest(content) != metadata["sha256"]:
+        raise ConfigError(f"{flag} {show(path)}: its content is not what its hash says; encode it again")
+    return content
+
+
+def check_latents(path: Path, content: LatentFile, prompts: Sequence[str], shape: tuple[int, ...], vae: str) -> None:
+    """ConfigError unless every prompt has a latent of this shape, of this VAE."""
+    where = f"--dmd2-latents {show(path)}"
+    if tuple(content.latents.shape[1:]) != shape:
+        raise ConfigError(
+            f"{where}: latents are {list(content.latents.shape[1:])}, this run's are {list(shape)}; encode at the size "
+            "of --diffusion-height and --diffusion-width"
+        )
+    if content.vae != vae:
+        raise ConfigError(f"{where}: another VAE than that of --hf-checkpoint made them; encode them with this one")
+    missing = sorted(set(prompts) - set(content.prompts))
+    if missing:
+        raise ConfigError(f"{where}: no latent for {len(missing)} of the prompts ({show(missing[0])}); leave them out")
+
+
+def _digest(content: LatentFile) -> str:
+    head = json.dumps([list(content.latents.shape), content.prompts, content.vae])
+    return hashlib.sha256(head.encode() + content.latents.contiguous().numpy().tobytes()).hexdigest()

@@ -1,0 +1,79 @@
+"""How the last window is scored: noised copies of its samples, and the teacher's clean prediction, guided or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from miles_dmd2.algo import (
+    Purpose,
+    add_noise,
+    guide,
+    key_seed,
+    normal_batch,
+    sample_score_sigma,
+    uniform_batch,
+    x0_from_velocity,
+)
+from miles_dmd2.models.base import ModelAdapter
+from miles_dmd2.training.batching import MicroBatch
+from miles_dmd2.training.network import Network
+from miles_dmd2.types import Conditioning
+
+Scoring = Literal["fused", "original"]
+ScoreSigma = Callable[[Tensor], Tensor]  # uniform draws `[batch]` -> score sigma `[batch]`
+DrawPurposes = tuple[Purpose, Purpose]  # of sigma and noise
+CRITIC_STEP: DrawPurposes = ("score_sigma", "score_noise")
+SCORING_PASS: DrawPurposes = ("scoring_pass_sigma", "scoring_pass_noise")
+
+
+def published_score_sigma(uniform: Tensor) -> Tensor:
+    return sample_score_sigma(uniform, 0.02, 0.98)
+
+
+@dataclass(frozen=True, slots=True)
+class Noised:
+    """x_sigma = (1 - sigma) x0 + sigma noise of a micro-batch: sigma `[batch]`, the others `[batch, *latent]`."""
+
+    sigma: Tensor
+    noise: Tensor
+    x: Tensor
+
+
+def noised(batch: MicroBatch, score_sigma: ScoreSigma, seed: int, purposes: DrawPurposes, rollout_id: int) -> Noised:
+    """A noised copy of the student's samples, drawn by key: the same on any number of ranks."""
+    of_sigma, of_noise = purposes
+    uniform = uniform_batch([key_seed(seed, of_sigma, rollout_id, i) for i in batch.ids])
+    noise = normal_batch([key_seed(seed, of_noise, rollout_id, i) for i in batch.ids], batch.x0.shape[1:])
+    sigma, noise = score_sigma(uniform.to(batch.x0.dtype)).to(batch.x0.device), noise.to(batch.x0)
+    return Noised(sigma, noise, add_noise(batch.x0, noise, sigma))
+
+
+@dataclass(frozen=True, slots=True)
+class Guidance:
+    """Classifier-free guidance of the teacher, standard convention: uncond + scale (cond - uncond), scale not 1."""
+
+    scale: float
+    uncond: Conditioning
+
+
+class GuidedTeacher:
+    """The frozen network's clean prediction. Unguided it is one forward per sample, guided it is two."""
+
+    def __init__(self, network: Network, adapter: ModelAdapter, guidance: Guidance | None) -> None:
+        self.network, self._adapter, self._guidance = network, adapter, guidance
+
+    @torch.no_grad()
+    def x0(self, at: Noised, cond: dict[str, Tensor]) -> Tensor:
+        """x0_real `[batch, *latent]` of a micro-batch with this conditioning."""
+        x0 = x0_from_velocity(at.x, self.network.velocity(at.x, at.sigma, cond), at.sigma)
+        if self._guidance is None:
+            return x0
+        uncond = self._adapter.collate([self._guidance.uncond] * len(x0))
+        on_device = {name: value.to(x0.device) for name, value in uncond.items()}
+        x0_uncond = x0_from_velocity(at.x, self.network.velocity(at.x, at.sigma, on_device), at.sigma)
+        return guide(x0_uncond, x0, self._guidance.scale)

@@ -1,0 +1,221 @@
+"""A whole run in this process, from flags to weights, on the toy family: the product's own wiring without Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import train_diffusion
+from miles_dmd2.cluster.launch import trainer_job, worker_settings
+from miles_dmd2.cluster.trainer_group import build_trainer
+from miles_dmd2.config import build_plan, parse, student_clock
+from miles_dmd2.data.latents import read_latents
+from miles_dmd2.driver import train
+from miles_dmd2.engines.local import LocalEngine
+from miles_dmd2.evaluation import NoEvaluation
+from miles_dmd2.models.base import Components
+from miles_dmd2.training import ActorTrainer, CriticTrainer, Ranks
+from miles_dmd2.types import (
+    Chunk,
+    Conditioning,
+    GroupState,
+    RolloutBatch,
+    RolloutRequest,
+    TrainResult,
+    WeightKind,
+    WeightUpdate,
+)
+from tests.training.toy import LABELS, ToyAdapter, ToyTransformer
+
+PROMPTS = ("one", "two", "three")
+
+
+class PlainTransformer(ToyTransformer):
+    """The toy with no tied weight and no buffer in its state: what an engine can be sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tied_too.weight = nn.Parameter(self.tied.weight.detach().clone())
+        del self.offset
+        self.register_buffer("offset", torch.tensor([0.25]), persistent=False)
+
+
+class PlainAdapter(ToyAdapter):
+    """Prompts become labels by their length; the empty prompt has one of its own."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        super().__init__()
+        self.checkpoint = checkpoint
+
+    def load_transformer(self, dtype: torch.dtype = torch.float32) -> nn.Module:
+        with torch.random.fork_rng():
+            torch.manual_seed(self.seed)
+            return PlainTransformer().to(dtype)
+
+    def load_components(self, dtype: torch.dtype = torch.float32) -> Components:
+        return Components(nn.Linear(1, 1), None, nn.Linear(1, 1))
+
+    def encode_prompts(self, components: Components, prompts: Sequence[str]) -> list[Conditioning]:
+        return [{"label": torch.eye(LABELS)[len(prompt) % LABELS]} for prompt in prompts]
+
+
+class Engines:
+    """`types.Engines` over one local engine; remembers every request."""
+
+    def __init__(self, engine: LocalEngine) -> None:
+        self.engine, self.requests, self.forwards = engine, [], 0
+
+    def wake(self) -> None:
+        self.engine.wake()
+
+    def sleep(self) -> None:
+        self.engine.sleep()
+
+    def load_weights(self, update: WeightUpdate) -> None:
+        self.engine.load_weights(update, update.payload)
+
+    def conditioning(self, prompts: Sequence[str]) -> list[Conditioning]:
+        return self.engine.conditioning(prompts)
+
+    def generate(self, windows: Sequence[Sequence[RolloutRequest]]) -> tuple[tuple[Chunk, ...], ...]:
+        self.requests += [request for window in windows for request in window]
+        return tuple((Chunk(tuple(r.sample_id for r in window), self.engine.generate(window)),) for window in windows)
+
+    def evaluate(self, requests: Sequence[RolloutRequest], rollout_id: int, kind: WeightKind) -> Mapping[str, float]:
+        raise NotImplementedError
+
+    def metrics(self) -> Mapping[str, float]:
+        new, self.forwards = self.engine.forward_count - self.forwards, self.engine.forward_count
+        return {"forwards": float(new)}
+
+    def dispose(self) -> None:
+        self.engine.close()
+
+
+class Group:
+    """`types.TrainerGroup` over one trainer of one rank."""
+
+    def __init__(self, trainer: CriticTrainer | ActorTrainer, *, keeps_ema: bool) -> None:
+        self.trainer, self.name, self.role = trainer, trainer.role, trainer.role
+        self._kinds: list[WeightKind] = ["raw", "ema"] if keeps_ema else ["raw"]
+
+    def wake(self) -> None:
+        self.trainer.wake()
+
+    def sleep(self) -> None:
+        self.trainer.sleep()
+
+    def train(self, batch: RolloutBatch, external: Mapping[str, tuple[Any, ...]]) -> TrainResult:
+        windows = batch.windows[-1:] if self.role == "actor" else batch.windows
+        ids = [[i for chunk in window for i in chunk.sample_ids] for window in windows]
+        samples = [sample for window in windows for chunk in window for sample in chunk.payload]
+        if isinstance(self.trainer, CriticTrainer):
+            metrics, scores = self.trainer.train(batch.rollout_id, ids, samples, score=batch.student_step)
+            return TrainResult(metrics, (scores,))
+        handed = [scores for parts in external.values() for scores in parts if scores]
+        return TrainResult(self.trainer.train(batch.rollout_id, ids, samples, handed))
+
+    def export_weights(self) -> Mapping[WeightKind, WeightUpdate]:
+        assert isinstance(self.trainer, ActorTrainer)
+        return self.trainer.export_weights(self._kinds)
+
+    def save(self, directory: Path) -> GroupState:
+        return self.trainer.save(directory)
+
+    def dispose(self) -> None:
+        pass
+
+
+class Rows:
+    """A sink that keeps the figures, without the clocks."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+
+    def phase(self, rollout_id: int, name: str) -> None:
+        pass
+
+    def metrics(self, rollout_id: int, values: Mapping[str, float]) -> None:
+        self.rows.append({name: value for name, value in values.items() if not name.startswith("time/")})
+
+    def close(self) -> None:
+        pass
+
+
+class Checkpoints:
+    """Writes after rollout `at` and keeps the counters."""
+
+    def __init__(self, directory: Path, at: int | None) -> None:
+        self.directory, self.at = directory, at
+        self.counters: dict[str, Mapping[str, int]] = {}
+
+    def due(self, completed: int) -> bool:
+        return completed == self.at
+
+    def __call__(self, completed: int, groups: Sequence[Group]) -> None:
+        self.counters = {group.name: group.save(self.directory).counters for group in groups}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """All that a run can differ in."""
+
+    weights: dict[str, Tensor]
+    rows: list[dict[str, float]]
+    requests: list[RolloutRequest]
+    counters: dict[str, Mapping[str, int]]
+
+    def differs(self, other: Outcome) -> list[str]:
+        """In what: weights, counts (figures of a rollout), draws (requests)."""
+        same = self.weights.keys() == other.weights.keys() and all(
+            torch.equal(value, other.weights[name]) for name, value in self.weights.items()
+        )
+        found = {"weights": not same, "counts": self.rows != other.rows, "draws": self.requests != other.requests}
+        return [name for name, differ in found.items() if differ]
+
+
+def run(
+    ranks: Ranks,
+    directory: Path,
+    flags: Sequence[str],
+    *,
+    start: int = 0,
+    save_at: int | None = None,
+    counters: Mapping[str, Mapping[str, int]] | None = None,
+) -> Outcome:
+    """`directory` holds prompts.txt and, for a continued run, what `save_at` wrote there."""
+    (directory / "prompts.txt").write_text("\n".join(PROMPTS))
+    required = ["--hf-checkpoint", str(directory), "--prompt-data", str(directory / "prompts.txt")]
+    parsed = parse([*required, *flags])
+    config, trainers = parsed.config, parsed.trainers
+    adapter = PlainAdapter(directory.resolve())
+    latents = config.algorithm.dmd2_latents
+    engine = LocalEngine(adapter, real_latents=None if latents is None else read_latents(latents).latents)
+    engines = Engines(engine)
+    guided = config.algorithm.dmd2_teacher_guidance_scale != 1
+    (uncond,) = engine.conditioning([config.algorithm.dmd2_negative_prompt or ""])
+    engine.sleep()
+    groups = []
+    for spec in trainers:
+        job = trainer_job(config, spec, worker_settings(config))
+        trainer = build_trainer(job, adapter, ranks, uncond if guided else None)
+        if counters is not None:
+            trainer.load(directory, counters[trainer.role])
+        trainer.sleep()
+        groups.append(Group(trainer, keeps_ema=config.keeps_ema))
+    source = train_diffusion.training_requests(config, trainers, build_plan(config, trainers))
+    sink, checkpoints = Rows(), Checkpoints(directory, save_at)
+    rollouts = range(start, config.rollout.num_rollout)
+    exported = train(
+        rollouts, source, engines, groups, NoEvaluation(), checkpoints, sink, student_clock(config, trainers)
+    )
+    weights = {f"{kind}/{name}": value for kind, update in exported.items() for name, value in update.payload.items()}
+    critic = groups[0].trainer
+    critic.wake()
+    weights |= {f"critic/{name}": value.detach().clone() for name, value in critic.network.module.named_parameters()}
+    return Outcome(weights, sink.rows, engines.requests, checkpoints.counters)
