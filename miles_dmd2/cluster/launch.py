@@ -104,6 +104,7 @@ def client_settings(config: Config) -> SGLangSettings:
         weight_sync=own.sglang_weight_sync,
         weight_directory=None if directory is None else directory.absolute(),
         verify_every=own.verify_weights_every,
+        probe_tolerance=own.probe_tolerance,
         require_plugin=own.require_engine_plugin,
         allow_untested_version=own.sglang_allow_untested_version,
         forward_dtype=config.model.forward_dtype,

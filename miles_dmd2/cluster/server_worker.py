@@ -13,7 +13,7 @@ from miles_dmd2.cluster.process import set_up
 from miles_dmd2.cluster.runtime import summary_of, wait
 from miles_dmd2.cluster.settings import EngineSettings, ServerSettings, WorkerSettings
 from miles_dmd2.engines.base import EngineError
-from miles_dmd2.engines.sglang.server import ManagedServer, Server, SGLangLaunch
+from miles_dmd2.engines.sglang.server import START_TRIES, ManagedServer, Server, SGLangLaunch
 
 _STOP_SECONDS = 30.0  # SIGTERM, SIGKILL and what they take
 _ANSWER_SECONDS = 10.0
@@ -86,7 +86,10 @@ class RemoteServer(Server):
         return True
 
     def restart(self) -> None:
-        self._url, self._launch_id = self._ask("restart", self._start_timeout + _STOP_SECONDS)
+        self._url, self._launch_id = self._ask("restart", START_TRIES * self._start_timeout + _STOP_SECONDS)
+
+    def stop(self) -> None:
+        self._ask("stop", _STOP_SECONDS)
 
     def tail(self, lines: int = 20) -> str:
         try:
@@ -126,7 +129,7 @@ class ServerGroup:
     def build(self) -> None:
         """Start all servers at once; returns when every one is ready."""
         starts = [worker.start.remote() for worker in self.workers]
-        wait(starts, self._start_timeout + _STOP_SECONDS, "start of the SGLang servers")
+        wait(starts, START_TRIES * self._start_timeout + _STOP_SECONDS, "start of the SGLang servers")
 
     def dispose(self) -> None:
         """Stop all servers at once; with a worker that does not answer in time its server is killed."""

@@ -28,6 +28,7 @@ RESUME_MAY_CHANGE = frozenset(
         "eval_interval",
         "eval_samples_per_prompt",
         "eval_metrics_path",
+        "probe_tolerance",
         "sglang_python",
         "rollout_engine_url",
         "require_engine_plugin",
@@ -180,10 +181,10 @@ def build_config(values: Mapping[str, object], origins: Mapping[str, str] | None
 
 
 def _first_fault(error: ValidationError, values: Mapping[str, object], origins: Mapping[str, str]) -> ConfigError:
-    faults = sorted(error.errors(include_url=False), key=lambda fault: fault["type"] == "missing")
+    faults = sorted(error.errors(include_url=False), key=_is_absent)
     fault = faults[0]
-    if fault["type"] == "missing":
-        names = [str(one["loc"][-1]) for one in faults if one["type"] == "missing"]
+    if _is_absent(fault):
+        names = [str(one["loc"][-1]) for one in faults if _is_absent(one)]
         option = OPTIONS[names[0]]
         also = f"; also required: {', '.join(flag_of(name) for name in names[1:])}" if names[1:] else ""
         return ConfigError(f"{option.flag} is required: {option.description}{also}")
@@ -192,6 +193,11 @@ def _first_fault(error: ValidationError, values: Mapping[str, object], origins: 
     name = str(fault["loc"][1])
     origin = f" ({origins[name]})" if name in origins else ""
     return ConfigError(f"{flag_of(name)} {show(values.get(name))}{origin}: {reason(fault, OPTIONS[name].info)}")
+
+
+def _is_absent(fault: Any) -> bool:
+    """A required option that was not given; of a list that is too short, pydantic calls its elements missing."""
+    return fault["type"] == "missing" and len(fault["loc"]) == 2
 
 
 def reason(fault: Any, info: FieldInfo) -> str:

@@ -442,6 +442,12 @@ class Config(BaseModel):
                 batch_size_given=rollout.rollout_engine_batch_size != LOCAL_BATCH_SIZE,
                 nodes=self.cluster.actor_num_nodes,
             )
+            wait, phase = self.sglang.engine_request_timeout, self.cluster.phase_timeout
+            if phase <= wait:  # the first late request would end the run instead of being made again
+                raise ValueError(
+                    f"--phase-timeout {phase:g}: must be more than --engine-request-timeout {wait:g}, or no request "
+                    "can be made again; raise one or lower the other"
+                )
             check_student(self.algorithm.dmd2_student_sample_type, self.algorithm.dmd2_student_input)
         return self
 

@@ -43,6 +43,12 @@ _RESERVED: tuple[tuple[str, str], ...] = (
     ),
     (r"flow-shift|scheduler-class-override|dmd-denoising-steps", "each request carries the student's own sigmas"),
     (r"cache-dit-.*", "it skips forwards of the student"),
+    (
+        r"(dit-)?layerwise-.*|dit-offload-.*|.*cpu-offload.*|component-residency|performance-mode|direct-gpu-.*",
+        "offloaded layers can be neither updated nor put to sleep",
+    ),
+    (r"trust-remote-code", "no code of a checkpoint is run"),
+    (r"webui.*", "it opens another port"),
 )
 _NAME = re.compile(r"[a-z][a-z0-9-]*(\.[a-z0-9_]+)?")
 
@@ -72,6 +78,11 @@ class SGLangSection(Section):
     )
     verify_weights_every: PositiveInt = Field(
         1, description="check the served weights after every so many syncs; the first is always checked"
+    )
+    probe_tolerance: PositiveFloat | None = Field(
+        None,
+        description="greatest difference of the probe's velocity between trainer and server, relative to its greatest "
+        "value (default: 1e-4 in fp32, 0.05 in bf16)",
     )
     engine_request_timeout: PositiveFloat = Field(600.0, description="seconds for one request of a sample")
     engine_attempts: PositiveInt = Field(3, description="tries of a request, with the same seed, on any server")

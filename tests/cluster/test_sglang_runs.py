@@ -35,7 +35,7 @@ def serving(workspace: Path, count: int = 1) -> Iterator[list[FakeSGLang]]:
         yield fakes
     finally:
         for fake in fakes:
-            fake.stop()
+            fake.close()
 
 
 def engine(fakes: list[FakeSGLang], **changes: object) -> dict[str, object]:
@@ -68,7 +68,7 @@ def undisturbed(run: Run, workspace: Path) -> Iterator[Finished]:
         assert {len(fake.requests) for fake in fakes} != {0}
         assert sum(len(fake.requests) for fake in fakes) == 3 * ROLLOUT
         assert not any(body["rollout_return_generated_output"] for fake in fakes for body in fake.requests)
-        assert all(fake.asleep for fake in fakes)
+        assert not any(fake.asleep for fake in fakes)  # awake again for whoever they belong to
         assert {Path(body["model_path"]).parents[1] for body in fakes[0].updates} == {workspace / "weights"}
         assert list((workspace / "weights").iterdir()) == []
         yield done

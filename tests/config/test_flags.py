@@ -78,6 +78,7 @@ OTHERS: dict[str, tuple[str, Any, tuple[str, ...]]] = {
     "sglang_weight_sync": ("tensor", "tensor", SGLANG),
     "sglang_weight_directory": ("/dev/shm/w", "/dev/shm/w", SGLANG),
     "verify_weights_every": ("5", 5, SGLANG),
+    "probe_tolerance": ("0.001", 0.001, SGLANG),
     "engine_request_timeout": ("30", 30.0, SGLANG),
     "engine_attempts": ("1", 1, SGLANG),
     "engine_max_in_flight": ("4", 4, SGLANG),

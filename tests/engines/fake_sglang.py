@@ -124,6 +124,8 @@ class FakeSGLang:
         self.answer: dict[str, Any] = {}  # put over the capabilities
         self.script: deque[Fault] = deque()
         self.always: Fault | None = None
+        self.deaf_to_sleep = False
+        self.stops = 0
         self.requests: list[dict[str, Any]] = []
         self.updates: list[dict[str, Any]] = []
         self.calls: list[str] = []
@@ -157,6 +159,11 @@ class FakeSGLang:
         self._in_loop(self._stop())
 
     def stop(self) -> None:
+        """Of `Server`: nothing of it is left, and `restart` starts it again."""
+        self.stops += 1
+        self._in_loop(self._stop())
+
+    def close(self) -> None:
         self._in_loop(self._stop())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
@@ -230,6 +237,7 @@ class FakeSGLang:
             "transformer": "T",
             "dtype": self.dtype,
             "parameters": 1,
+            "offloaded": False,
             "sleeping": self.asleep,
             "pid": 1,
         }
@@ -245,6 +253,8 @@ class FakeSGLang:
         return web.json_response({**answer, **{k: v for k, v in self.answer.items() if k != "worker"}})
 
     async def _release(self, request: web.Request) -> web.Response:
+        if self.deaf_to_sleep:
+            await asyncio.sleep(60)
         if not self.plugin:
             return web.json_response({"success": False, "message": "Found no NVIDIA driver"}, status=500)
         self.asleep = True
@@ -492,4 +502,4 @@ def running(*servers: FakeSGLang) -> Iterator[tuple[FakeSGLang, ...]]:
         yield tuple(server.start() for server in servers)
     finally:
         for server in servers:
-            server.stop()
+            server.close()

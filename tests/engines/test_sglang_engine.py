@@ -73,7 +73,7 @@ def start(adapter: QwenImageAdapter) -> Iterator[Start]:
     for engine in engines:
         engine.close()
     for server in servers:
-        server.stop()
+        server.close()
 
 
 @pytest.fixture(scope="module")
@@ -381,6 +381,38 @@ def test_a_server_that_dies_asleep_is_started_again_when_it_is_woken(
     assert all_equal(harness.engine.generate(harness.requests(*STOPS)), undisturbed)
 
 
+def test_a_server_that_does_not_confirm_its_sleep_does_not_keep_the_device(
+    adapter: QwenImageAdapter, start: Start, undisturbed: list[RolloutSample]
+) -> None:
+    fake = FakeSGLang(adapter, managed=True)
+    harness = start(fake, request_timeout=DEADLINE)
+    fake.deaf_to_sleep = True
+    harness.engine.sleep()
+    assert (fake.stops, fake.starts) == (1, 1)
+    fake.deaf_to_sleep = False
+    harness.engine.wake()
+    assert fake.starts == 2
+    assert all_equal(harness.engine.generate(harness.requests(*STOPS)), undisturbed)
+
+
+def test_somebody_elses_server_that_does_not_confirm_its_sleep_is_an_error(
+    adapter: QwenImageAdapter, start: Start
+) -> None:
+    fake = FakeSGLang(adapter)
+    harness = start(fake, request_timeout=DEADLINE)
+    fake.deaf_to_sleep = True
+    with pytest.raises(EngineError, match="does not confirm that it has gone to sleep, and may hold the device"):
+        harness.engine.sleep()
+
+
+def test_one_stall_that_two_requests_meet_is_one(adapter: QwenImageAdapter, start: Start) -> None:
+    fake = FakeSGLang(adapter, managed=True)
+    harness = start(fake, request_timeout=DEADLINE, max_in_flight=2)
+    fake.script.extend([Fault(pause=DEADLINE + 1)])
+    harness.engine.generate(harness.requests(0, 0))
+    assert fake.starts == 1
+
+
 def test_a_server_with_other_weights_is_noticed_and_gets_ours(
     adapter: QwenImageAdapter, start: Start, undisturbed: list[RolloutSample]
 ) -> None:
@@ -432,12 +464,12 @@ def test_ctrl_c_during_a_restart_does_not_start_a_second(
     ("change", "message"),
     [
         ({"worker_hooks": {"x.decode": False}}, r"1 hooks of the plugin did not apply: x.decode \(worker\)"),
-        ({"version": "0.5.99"}, "SGLang '0.5.99', tested are 0.5.23"),
+        ({"version": "0.5.99"}, "SGLang '0.5.99', tested are >=0.5.23"),
         ({"dtype": "torch.bfloat16"}, "the run computes in fp32"),
         ({"answer": {"protocol": 7}}, "speaks protocol 7"),
         ({"answer": {"launch_id": "another"}, "managed": True}, "another server answers"),
         ({"plugin": False, "managed": True}, "without the miles_dmd2 plugin"),
-        ({"plugin": False, "version": "0.5.99"}, "SGLang '0.5.99', tested are 0.5.23"),
+        ({"plugin": False, "version": "0.5.99"}, "SGLang '0.5.99', tested are >=0.5.23"),
     ],
 )
 def test_a_server_that_must_not_be_used_is_refused_at_the_start(

@@ -476,6 +476,7 @@ def capabilities(**changes: object) -> dict[str, object]:
     worker = {
         "hooks": {"denoise": True, "decode": True},
         "bypassed": [],
+        "offloaded": False,
         "pipeline": "QwenImagePipeline",
         "dtype": "torch.float32",
         "sleeping": False,
@@ -513,7 +514,7 @@ def test_a_good_server_is_taken() -> None:
         ({"protocol": 2}, "speaks protocol 2, this trainer 1"),
         ({"launch_id": "them"}, "another server answers: launch 'them', started was 'us'"),
         ({"launch_id": None}, "another server answers"),
-        ({"sglang": "0.5.24"}, "SGLang '0.5.24', tested are 0.5.23: .*--sglang-allow-untested-version"),
+        ({"sglang": "0.5.24"}, "SGLang '0.5.24', tested are >=0.5.23,<0.5.24: .*--sglang-allow-untested-version"),
         ({"hooks": {"request": False}}, r"1 hooks of the plugin did not apply: request \(HTTP process\)"),
         ({"hooks": {}}, r"all \(HTTP process\)"),
         (
@@ -522,6 +523,7 @@ def test_a_good_server_is_taken() -> None:
         ),
         ({"worker_hooks": {"denoise": "true"}}, "did not apply"),
         ({"worker_bypassed": ["Stage.forward"]}, r"goes around the plugin's hooks, with \['Stage.forward'\]"),
+        ({"worker_offloaded": True}, "offloads layers of the transformer"),
         ({"worker_pipeline": "DiffusersPipeline"}, "serves a 'DiffusersPipeline'"),
         ({"worker_dtype": "torch.bfloat16"}, "transformer is 'torch.bfloat16', the run computes in fp32"),
         ({"worker_dtype": "mixed"}, "transformer is 'mixed'"),

@@ -107,11 +107,12 @@ def test_every_hook_is_in_place_in_both_processes(raw: Server, server: Any) -> N
     assert told["protocol"] == protocol.PROTOCOL
     assert told["launch_id"] == server.launch_id
     assert len(told["hooks"]) == 5
-    assert len(told["worker"]["hooks"]) == 16
+    assert len(told["worker"]["hooks"]) == 19
     assert all(told["hooks"].values())
     assert all(told["worker"]["hooks"].values())
     assert told["worker"]["bypassed"] == []
     assert told["worker"]["dtype"] == "torch.float32"
+    assert told["worker"]["offloaded"] is False
 
 
 def test_the_digest_of_a_reply_is_of_its_bytes(raw: Server) -> None:

@@ -177,7 +177,7 @@ def test_a_drift_above_the_limit_stops_before_the_step_with_the_numbers_of_each_
     assert (updates, kept) == (0, True)
     assert text.startswith("engine and trainer disagree on rollout 0: mean |x0 - x0 of the engine| is 0.234 ")
     assert "(0.5 at stop step 0, 0.25 at stop step 1, 0.125 at stop step 2, 0.0625 at stop step 3)" in text
-    assert "--max-x0-drift is 0.2; " in text
+    assert "0.5 in the worst sample; --max-x0-drift is 0.2, " in text
     assert len(text.splitlines()) == 1
 
 
@@ -193,6 +193,14 @@ def test_a_drift_on_one_rank_alone_stops_both(two_ranks: RankPool) -> None:
     first, second = two_ranks.run(train_with_drift, replace(SETUP, max_drift=0.1), offsets)
     assert first == second
     assert "is 0.125 (" in first[0]
+
+
+@pytest.mark.parametrize(("offset", "stopped"), [(0.41, True), (0.39, False)])
+def test_one_sample_may_be_four_times_as_far_off(two_ranks: RankPool, offset: float, stopped: bool) -> None:
+    """Its share of the window's mean is half the limit."""
+    offsets = [offset * (i == 3) for i in range(8)]
+    for text, updates, _ in two_ranks.run(train_with_drift, replace(SETUP, max_drift=0.1), offsets):
+        assert (bool(text), updates) == (stopped, 1 - stopped)
 
 
 def test_a_figure_that_is_not_finite_skips_the_step_as_ever(ranks: Ranks) -> None:

@@ -9,12 +9,11 @@ import secrets
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
-from miles_dmd2.engines.base import PROBE_TOLERANCE, EngineError, check_probe
+from miles_dmd2.engines.base import EngineError, check_probe
 from miles_dmd2.engines.sglang.http import FailedError, RefusedError, ServerError, Transport
-from miles_dmd2.engines.sglang.pool import Link, SGLangSettings
+from miles_dmd2.engines.sglang.pool import PROBE_TOLERANCE, Link, SGLangSettings
 from miles_dmd2.engines.sglang.weights import MODULE, Push, bodies, check_report
 from miles_dmd2.engines.sglang.wire import (
     Ask,
@@ -42,9 +41,7 @@ class Calls:
         self._adapter = adapter
         self._settings = settings
         self._transport = transport
-        dtype = torch.float32 if settings.forward_dtype == "fp32" else torch.bfloat16
-        tolerance = settings.probe_tolerance
-        self._tolerance = PROBE_TOLERANCE[dtype] if tolerance is None else tolerance
+        self._tolerance = settings.probe_tolerance or PROBE_TOLERANCE[settings.forward_dtype]
         self._warned = False
 
     # -- handshake, sleep ------------------------------------------------------------------------------------

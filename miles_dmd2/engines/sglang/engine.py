@@ -8,6 +8,7 @@ comes from other weights than those loaded last: every reply names its weights' 
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -19,7 +20,7 @@ from torch import Tensor
 from miles_dmd2.engines.base import EngineError, RolloutEngine, check_requests, check_samples, check_update
 from miles_dmd2.engines.sglang.calls import Calls
 from miles_dmd2.engines.sglang.http import Transport
-from miles_dmd2.engines.sglang.pool import Job, Link, Pool, SGLangSettings, State
+from miles_dmd2.engines.sglang.pool import TROUBLE, Job, Link, Pool, SGLangSettings, State
 from miles_dmd2.engines.sglang.server import Server
 from miles_dmd2.engines.sglang.weights import Push, WeightStore, in_memory, on_disk
 from miles_dmd2.engines.sglang.wire import Answer, Ask, check_servable, parse_conditioning, parse_rollout
@@ -28,6 +29,8 @@ from miles_dmd2.models.weights import safetensors_shapes
 from miles_dmd2.types import Conditioning, RolloutRequest, RolloutSample, WeightUpdate, WeightVersion
 
 __all__ = ["SGLangEngine", "SGLangSettings"]
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -73,6 +76,17 @@ class SGLangEngine(RolloutEngine):
         except BaseException:
             self._runner.close()
             raise
+
+    async def _leave(self) -> None:
+        """Servers of others go on being of use to them; ours are about to be stopped."""
+        try:
+            if self._asleep:
+                for link in [link for link in self._pool.up() if not link.server.managed]:
+                    await self._calls.wake(link)
+        except TROUBLE as error:
+            logger.warning("a server is left asleep: %s", error)
+        finally:
+            await self._transport.close()
 
     async def _open(self, servers: Sequence[Server]) -> None:
         self._transport = Transport(self._settings.request_timeout)
@@ -126,9 +140,12 @@ class SGLangEngine(RolloutEngine):
             self._asleep = False
 
     def sleep(self) -> None:
-        """A server that does not answer is left for `wake`: nothing is started while others use the device."""
+        """A server of ours that does not confirm is ended, and started again by `wake`: others want the device now.
+
+        EngineError: one that somebody else started answers, but does not confirm.
+        """
         self._check_awake()
-        self._run(self._on_all("sleep", self._calls.sleep))
+        self._run(self._sleep())
         self._asleep = True
 
     def close(self) -> None:
@@ -136,11 +153,15 @@ class SGLangEngine(RolloutEngine):
             self._closed = True
             self._prompts.clear()
             try:
-                self._run(self._transport.close())
+                self._run(self._leave())
             finally:
                 self._runner.close()
                 if self._store is not None:
                     self._store.close()
+
+    async def _sleep(self) -> None:
+        await self._on_all("sleep", self._calls.sleep)
+        await self._pool.end_unconfirmed("sleep")
 
     async def _wake(self) -> None:
         await self._on_all("wake", self._calls.wake)

@@ -55,6 +55,7 @@ _MISLEADING = {
     ),
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT"),
     "OMP_NUM_THREADS",
+    "SGLANG_CACHE_DIT_ENABLED",  # it skips forwards of the student
 }
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -79,7 +80,7 @@ def check_version(python: Path, allow_untested: bool) -> str:
             f"{where}: SGLang {version} lacks its diffusion parts ({', '.join(lacking)}); {_REMEDY}, installed with "
             "the extra `diffusion` or the list requirements/sglang-cpu.txt"
         )
-    if not allow_untested and not _tested(version):
+    if not allow_untested and not is_tested(version):
         raise ValueError(
             f"{where}: SGLang {version} is outside the tested range {TESTED}; {_REMEDY}, or say "
             "--sglang-allow-untested-version"
@@ -112,7 +113,7 @@ def _ask(python: Path, where: str) -> dict:
     raise ValueError(f"{where}: is not a Python that works ({reason}); {_REMEDY}")
 
 
-def _tested(version: str) -> bool:
+def is_tested(version: str) -> bool:
     """A release (or post-release or local build of one) in the range; a release candidate is none."""
     found = re.fullmatch(r"(\d+)\.(\d+)\.(\d+)(\.post\d+)?(\+.*)?", version)
     return found is not None and _OLDEST <= tuple(map(int, found.groups()[:3])) < _BEFORE

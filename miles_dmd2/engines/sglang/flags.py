@@ -34,15 +34,18 @@ def check_flags(python: Path, words: Sequence[str]) -> None:
 
 def known_flags(python: Path) -> frozenset[str]:
     """Names without dashes; one that ends in a point takes a component behind it. ValueError: they cannot be found."""
-    done = subprocess.run(
-        [python.absolute(), "-c", _WHERE],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=_ASK_SECONDS,
-        env=engine_environment(python),
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            [python.absolute(), "-c", _WHERE],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_ASK_SECONDS,
+            env=engine_environment(python),
+            check=False,
+        )
+    except (subprocess.TimeoutExpired, OSError) as error:
+        raise ValueError(f"--sglang-python {python}: cannot be asked for its server's flags: {error}") from error
     root = Path(done.stdout.strip() or "/nowhere")
     files = [file for folder in _FOLDERS for file in sorted((root / folder).glob("*.py"))]
     names = {name.replace("_", "-") for file in files for name in _FLAG.findall(file.read_text())}

@@ -28,7 +28,7 @@ from miles_dmd2.engines.base import EngineError
 from miles_dmd2.engines.sglang.environment import server_environment, write_plugin
 from miles_dmd2.engines.sglang.process import Ports, free_ports, get, has_ended, members_of, private_folder, spawn
 
-_ATTEMPTS = 3  # when a port is taken between our look and the server's bind, which is half a minute later
+START_TRIES = 3  # when a port is taken between our look and the server's bind, which is half a minute later
 _TERM_SECONDS = 10.0  # SIGTERM waits for the running request, however long
 _KILL_SECONDS = 10.0
 _POLL_SECONDS = 0.25
@@ -67,6 +67,9 @@ class Server(Protocol):
     def restart(self) -> None:
         """End what is left of it and start it again, with a new url and launch_id. EngineError with the log's tail."""
 
+    def stop(self) -> None:
+        """Leave nothing of it; `restart` starts it again. EngineError where `managed` is false."""
+
     def tail(self, lines: int = 20) -> str:
         """The last lines of its log, without colours; "" where there is none."""
 
@@ -91,6 +94,9 @@ class ExternalServer(Server):
 
     def restart(self) -> None:
         raise EngineError(f"SGLang server {self._url} was not started by this run: restart it where it was started")
+
+    def stop(self) -> None:
+        raise EngineError(f"SGLang server {self._url} was not started by this run: stop it where it was started")
 
     def tail(self, lines: int = 20) -> str:
         return ""
@@ -192,7 +198,7 @@ class ManagedServer(Server):
                         self._wait_until_ready()
                         return self
                     except _PortTaken as error:
-                        if tries == _ATTEMPTS:
+                        if tries == START_TRIES:
                             raise EngineError(f"{error}\n({tries} tries, each with other ports)") from None
                         logger.warning("%s; trying other ports", str(error).partition("; log ")[0])
                         self._end()

@@ -20,11 +20,11 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from miles_dmd2.engines.base import EngineError
+from miles_dmd2.engines.sglang.environment import TESTED, is_tested
 from miles_dmd2.engines.sglang_plugin.protocol import KEY, PROTOCOL
 from miles_dmd2.models.base import ModelAdapter
 from miles_dmd2.types import Conditioning, Probe, RolloutRequest
 
-TESTED_SGLANG = ("0.5.23",)
 TIMESTEPS = 1000  # a reply's timesteps are sigma x 1000
 PROBE_PROMPT = "probe"  # the server encodes some prompt before the plugin puts the probe's conditioning in its place
 
@@ -287,7 +287,7 @@ def read_capabilities(
         answer = _map(value, "capabilities")
         worker = _map(answer.get("worker"), "worker")
         missing = {"protocol", "sglang", "launch_id", "hooks"} - answer.keys()
-        missing |= {"hooks", "bypassed", "pipeline", "dtype", "sleeping"} - worker.keys()
+        missing |= {"hooks", "bypassed", "pipeline", "dtype", "offloaded", "sleeping"} - worker.keys()
         if missing:
             raise WireError(f"{sorted(missing)} missing")
         hooks = {"HTTP process": _map(answer["hooks"], "hooks"), "worker": _map(worker["hooks"], "worker.hooks")}
@@ -304,6 +304,11 @@ def read_capabilities(
         raise EngineError(f"{len(failed)} hooks of the plugin did not apply: {', '.join(failed)}")
     if worker["bypassed"] != []:
         raise EngineError(f"{worker['pipeline']} goes around the plugin's hooks, with {worker['bypassed']}")
+    if worker["offloaded"] is not False:
+        raise EngineError(
+            "it offloads layers of the transformer, which can then be neither updated nor put to sleep: start it with "
+            "--dit-layerwise-offload false, on a device that holds the model"
+        )
     if worker["pipeline"] not in pipelines:
         raise EngineError(f"it serves a {worker['pipeline']!r}, this model needs one of {list(pipelines)}")
     if _DTYPES.get(worker["dtype"]) != forward_dtype:
@@ -312,9 +317,9 @@ def read_capabilities(
 
 
 def check_version(version: object, allow_untested: bool) -> None:
-    if version not in TESTED_SGLANG and not allow_untested:
+    if not allow_untested and not (isinstance(version, str) and is_tested(version)):
         raise EngineError(
-            f"it is SGLang {version!r}, tested are {', '.join(TESTED_SGLANG)}: install one of these, or give "
+            f"it is SGLang {version!r}, tested are {TESTED}: install one of these, or give "
             "--sglang-allow-untested-version"
         )
 

@@ -78,10 +78,18 @@ def state(module: nn.Module) -> dict[str, Any]:
 def in_parts(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """AROUND `WeightsUpdater.update_weights_from_tensor`: one update may come in several requests."""
     _record.partial = True
+    if kwargs.get("weight_update_mode") is not None:  # LoRA: merged into the layers without the guard's knowledge
+        _record.sound = False
     try:
         return original(self, *args, **kwargs)
     finally:
         _record.partial = False
+
+
+def changed_by_lora(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """AROUND what sets, merges or unmerges an adapter: the weights are no longer those that were received."""
+    _record.sound = False
+    return original(self, *args, **kwargs)
 
 
 def guard(original: Callable[..., Any], module: nn.Module, weights_iter: Iterable[tuple[str, Tensor]]) -> None:

@@ -252,6 +252,8 @@ def answer(original: Callable[..., Any], self: Any, module_names: list[str] | No
 
 def capabilities(worker: Any) -> dict[str, Any]:
     """What this worker is: its hooks, its model, its dtype."""
+    from sglang.multimodal_gen.runtime.managers.memory_managers.layerwise_offload import is_layerwise_offloaded_module
+
     transformer = _transformer(worker)
     dtypes = {str(parameter.dtype) for parameter in transformer.parameters()}
     return {
@@ -262,6 +264,7 @@ def capabilities(worker: Any) -> dict[str, Any]:
         "transformer": type(transformer).__name__,
         "dtype": dtypes.pop() if len(dtypes) == 1 else "mixed",
         "parameters": sum(parameter.numel() for parameter in transformer.parameters()),
+        "offloaded": is_layerwise_offloaded_module(transformer),
         "sleeping": worker.is_sleeping(),
         "pid": os.getpid(),
     }
@@ -322,6 +325,10 @@ HOOKS: dict[str, tuple[Callable[..., Any], HookType]] = {
         answer,
         HookType.AROUND,
     ),
+    **{
+        _RUNTIME + f"pipelines_core.lora.pipeline.LoRAPipeline.{name}": (weights.changed_by_lora, HookType.AROUND)
+        for name in ("set_lora", "merge_lora_weights", "unmerge_lora_weights")
+    },
     _RUNTIME + "layers.layernorm._NormScaleShift.forward_cpu": (kernels.norm_scale_shift, HookType.AROUND),
     _RUNTIME + "layers.layernorm._ScaleResidualNormScaleShift.forward_cpu": (
         kernels.scale_residual_norm_scale_shift,
