@@ -16,7 +16,18 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from miles_dmd2.checkpointing import CheckpointError, IntervalCheckpoints, Manifest, package_versions, read_manifest
+from miles_dmd2.checkpointing import (
+    CheckpointError,
+    Continued,
+    IntervalCheckpoints,
+    Manifest,
+    Retention,
+    RunFacts,
+    continue_from,
+    prompts_hash,
+    sweep,
+)
+from miles_dmd2.checkpointing.manifest import schedule_facts
 from miles_dmd2.config import (
     Config,
     ConfigError,
@@ -28,13 +39,14 @@ from miles_dmd2.config import (
     parse,
     plan_yaml,
     render_plan,
-    resume_conflicts,
 )
+from miles_dmd2.config.environment import check_environment
 from miles_dmd2.data.prompts import load_prompts
 from miles_dmd2.data.requests import TrainingRequests, eval_requests, grid
 from miles_dmd2.evaluation import FixedEvaluation, NoEvaluation
 from miles_dmd2.models.registry import known_pipeline_classes
 from miles_dmd2.observability import RunError, Sink, SinkGroup, logger
+from miles_dmd2.run_directory import in_use
 from miles_dmd2.sinks.console import ConsoleSink
 from miles_dmd2.sinks.jsonl import JsonlSink
 from miles_dmd2.sinks.summary import summary
@@ -51,12 +63,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             parsed = parse(arguments)
             config, trainers = parsed.config, parsed.trainers
             plan = build_plan(config, trainers)
-            manifest = check(config, trainers)
+            continued = check(config, trainers)
             if parsed.dry_run:
                 print(plan_yaml(config, plan), end="")
                 return 0
             print(render_plan(plan), flush=True)
-            for note in machine_notes(manifest, config):
+            for note in continued.notes if continued else ():
                 print(f"  note: {note}", flush=True)
         except (ConfigError, CheckpointError) as error:
             print(f"error: {error}", file=sys.stderr)
@@ -64,10 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             print("\nstopped before anything was started", file=sys.stderr)
             return INTERRUPTED
-        return run(config, trainers, plan, manifest, arguments)
+        return run(config, trainers, plan, continued.manifest if continued else None, arguments)
 
 
-def check(config: Config, trainers: Sequence[TrainerSpec]) -> Manifest | None:
+def check(config: Config, trainers: Sequence[TrainerSpec]) -> Continued | None:
     """All that can be known before a process starts. Returns the checkpoint to continue from, None for a new run."""
     known = known_pipeline_classes()
     checks.check_checkpoint(config.model.hf_checkpoint, known)
@@ -82,37 +94,27 @@ def check(config: Config, trainers: Sequence[TrainerSpec]) -> Manifest | None:
     if config.cluster.ray_address is None:
         checks.check_devices(config, len(os.sched_getaffinity(0)), _cuda_devices(config))
     _check_canvas(config)
+    check_environment(config, checks.parameter_count(config.model.hf_checkpoint / "transformer"))
     if config.run.load is None:
         return None
-    manifest = read_manifest(checks.find_checkpoint(config.run.load))
-    conflicts = resume_conflicts(manifest.config, config)
-    if conflicts:
-        differing = "; ".join(conflicts)
-        raise ConfigError(f"--load {manifest.directory}: {differing}; use the values of the run it continues")
-    if manifest.rollout > config.rollout.num_rollout:
-        raise ConfigError(
-            f"--num-rollout {config.rollout.num_rollout}: --load {manifest.directory} has {manifest.rollout} rollouts "
-            f"already; use {manifest.rollout} or more"
-        )
-    newer = [step.name for step in sorted(config.save_dir.glob("step_*")) if _step(step) > manifest.rollout]
-    if newer:
-        raise ConfigError(
-            f"--load {manifest.directory}: --save {config.save_dir} holds later checkpoints ({', '.join(newer[:3])}), "
-            "which this run would write again; move them away, or give a new --run-dir"
-        )
-    return manifest
+    roles = {spec.name: spec.role for spec in trainers}
+    return continue_from(config.run.load, config, roles, run_facts(config, trainers))
 
 
-def machine_notes(manifest: Manifest | None, config: Config) -> list[str]:
-    """What makes the bits of a resumed run differ from those of an uninterrupted one."""
-    if manifest is None:
-        return []
-    now = {**package_versions(), **machine_facts(config)}
-    return [
-        f"the checkpoint was written with {name} {before}, this is {now.get(name, 'nothing')}: bits may differ"
-        for name, before in manifest.versions.items()
-        if now.get(name) != before
-    ]
+def run_facts(config: Config, trainers: Sequence[TrainerSpec]) -> RunFacts:
+    """What a checkpoint says of this run beside its options."""
+    prompts = load_prompts(config.rollout.prompt_data)
+    return RunFacts(
+        seed=config.run.seed,
+        rollout_seed=config.rollout_seed,
+        prompts=len(prompts),
+        prompts_sha256=prompts_hash(prompts),
+        prompts_per_rollout=config.rollout.rollout_batch_size,
+        samples_per_rollout=config.samples_per_rollout,
+        ema_decay=config.algorithm.student_ema_decay,
+        schedules={spec.name: schedule_facts(spec) for spec in trainers},
+        machine=machine_facts(config),
+    )
 
 
 def machine_facts(config: Config) -> dict[str, str]:
@@ -126,7 +128,8 @@ def run(
     """Train, export the student, write the summary. Whatever happens, no process of the run is left."""
     run_dir = config.run.run_dir
     try:
-        with _log_file(run_dir / "logs" / "driver.log"):
+        held = in_use([("--run-dir", run_dir), ("--save", config.save_dir)])
+        with held, _log_file(run_dir / "logs" / "driver.log"):
             train_and_export(config, trainers, plan, manifest, arguments)
     except KeyboardInterrupt:
         print(f"\nstopped. {how_to_go_on(config, arguments)}", file=sys.stderr)
@@ -152,8 +155,16 @@ def train_and_export(
 
     run_dir, rollouts = config.run.run_dir, config.rollout.num_rollout
     start = manifest.rollout if manifest else 0
+    sweep(config.save_dir)
+    retention = Retention(config.save_dir, config.run.keep_last, config.run.keep_best, config.run.keep_best_mode)
     checkpoints = IntervalCheckpoints(
-        config.save_dir, config.run.save_interval, rollouts, config.run.seed, options(config), machine_facts(config)
+        config.save_dir,
+        config.run.save_interval,
+        rollouts,
+        options(config),
+        run_facts(config, trainers),
+        start=start,
+        retention=retention,
     )
     with launch(config, trainers, manifest) as (engines, groups):
         write_json(run_dir / "run.json", {"options": options(config), "arguments": list(arguments)})
@@ -162,7 +173,7 @@ def train_and_export(
             training_requests(config, plan),
             engines,
             groups,
-            evaluation(config),
+            evaluation(config, retention),
             checkpoints,
             sinks(config, start),
         )
@@ -188,14 +199,16 @@ def training_requests(config: Config, plan: Plan) -> TrainingRequests:
     )
 
 
-def evaluation(config: Config) -> FixedEvaluation | NoEvaluation:
+def evaluation(config: Config, retention: Retention) -> FixedEvaluation | NoEvaluation:
     section = config.evaluation
     if section.eval_prompt_data is None:
         return NoEvaluation()
     sigmas = grid(config.rollout.diffusion_num_steps, config.rollout.diffusion_flow_shift)
     prompts = load_prompts(section.eval_prompt_data)
     requests = eval_requests(prompts, section.eval_samples_per_prompt, sigmas, config.rollout_seed)
-    return FixedEvaluation(requests, interval=config.eval_every, last=config.rollout.num_rollout)
+    return FixedEvaluation(
+        requests, interval=config.eval_every, last=config.rollout.num_rollout, watch=retention.evaluated
+    )
 
 
 def sinks(config: Config, start: int) -> SinkGroup:
@@ -268,11 +281,6 @@ def _check_canvas(config: Config) -> None:
         raise ConfigError(str(error)) from error
     except (TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"--hf-checkpoint {config.model.hf_checkpoint}: malformed config.json: {error!r}") from error
-
-
-def _step(directory: Path) -> int:
-    number = directory.name.removeprefix("step_")
-    return int(number) if number.isdigit() else 0
 
 
 @contextmanager

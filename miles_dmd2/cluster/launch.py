@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from miles_dmd2.checkpointing import CheckpointError, Manifest
+from miles_dmd2.checkpointing import Manifest
 from miles_dmd2.cluster.engine_group import RayEngineGroup
 from miles_dmd2.cluster.placement import place
 from miles_dmd2.cluster.runtime import ray_session
@@ -27,7 +27,7 @@ def launch(
     """
     cluster = config.cluster
     worker = worker_settings(config)
-    with ray_session(cluster.ray_address, config.devices_per_node, cluster.device):
+    with ray_session(cluster.ray_address, config.devices_per_node, cluster.device, cluster.connect_timeout):
         placement = place(
             cluster.actor_num_nodes, cluster.actor_num_gpus_per_node, cluster.device, cluster.start_timeout
         )
@@ -100,15 +100,8 @@ def trainer_job(config: Config, spec: TrainerSpec, worker: WorkerSettings) -> Tr
 
 
 def saved_state(manifest: Manifest | None, group: RayTrainerGroup) -> SavedState | None:
-    """This group's part of a checkpoint. CheckpointError: it has none, or of another number of ranks."""
+    """This group's part of a checkpoint, whose groups are known to be this run's."""
     if manifest is None:
         return None
-    saved = manifest.groups.get(group.name)
-    if saved is None:
-        raise CheckpointError(f"{manifest.directory} holds no group {group.name}, only {', '.join(manifest.groups)}")
-    if saved.world_size != group.world_size:
-        raise CheckpointError(
-            f"{manifest.directory}: group {group.name} was saved by {saved.world_size} ranks and now has "
-            f"{group.world_size}; resume needs the same number"
-        )
-    return SavedState(manifest.directory.resolve(), saved.counters)
+    saved = manifest.groups[group.name]
+    return SavedState(manifest.directory.resolve(), saved.counters, saved.world_size)

@@ -28,13 +28,12 @@ from miles_dmd2.types import WeightUpdate
 
 _SESSION_PREFIX = "md2-ray-"
 _LOCK = "driver.lock"
-_CONNECT_SECONDS = 10.0
 
 logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def ray_session(address: str | None, devices: int, device: str) -> Iterator[None]:
+def ray_session(address: str | None, devices: int, device: str, connect_timeout: float = 10.0) -> Iterator[None]:
     """A Ray to run in: `address` joins a running cluster, None starts one on this host with that many devices.
 
     A rank's device is one unit of Ray's `CPU` (device cpu) or `GPU` (device cuda). No `runtime_env`: with it Ray 2.60
@@ -44,7 +43,7 @@ def ray_session(address: str | None, devices: int, device: str) -> Iterator[None
     if ray.is_initialized():
         raise RunError("Ray is already running in this process; start a run from a process of its own")
     if address is not None:
-        _check_reachable(address)
+        _check_reachable(address, connect_timeout)
         _init(address=address)
         try:
             yield
@@ -71,13 +70,13 @@ def ray_session(address: str | None, devices: int, device: str) -> Iterator[None
         lock.close()
 
 
-def _check_reachable(address: str) -> None:
+def _check_reachable(address: str, timeout: float) -> None:
     """ConfigError if nobody listens at host:port: Ray itself goes on trying for minutes."""
     host, _, port = address.rpartition(":")
     if "://" in address or not host or not port.isdigit():
         return  # `auto`, or a form that Ray explains
     try:
-        socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
+        socket.create_connection((host, int(port)), timeout=timeout).close()
     except OSError as error:
         raise ConfigError(
             f"--ray-address {address}: no answer there ({error}); give host:port of a running cluster's head, or leave "

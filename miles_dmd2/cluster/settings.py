@@ -62,7 +62,8 @@ class TrainerJob:
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """A group's part of a checkpoint."""
+    """A group's part of a checkpoint. `world_size`: ranks that wrote it."""
 
     directory: Path
     counters: Mapping[str, int]
+    world_size: int

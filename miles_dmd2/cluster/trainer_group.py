@@ -66,7 +66,7 @@ class TrainerWorker:
         )
         self._trainer = build_trainer(self._job, self._adapter, ranks)
         if saved is not None:
-            self._trainer.load(saved.directory, saved.counters)
+            self._trainer.load(saved.directory, saved.counters, saved.world_size)
         self._trainer.sleep()
 
     def wake(self) -> None:

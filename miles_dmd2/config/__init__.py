@@ -2,7 +2,7 @@
 
 from miles_dmd2.config.errors import ConfigError
 from miles_dmd2.config.flags import ParsedRun, parse
-from miles_dmd2.config.options import build_config, flatten, resume_conflicts
+from miles_dmd2.config.options import build_config, flatten
 from miles_dmd2.config.plan import Plan, build_plan, plan_yaml, render_plan
 from miles_dmd2.config.schema import Config
 from miles_dmd2.config.trainers import TrainerSpec, resolve_trainers
@@ -20,5 +20,4 @@ __all__ = [
     "plan_yaml",
     "render_plan",
     "resolve_trainers",
-    "resume_conflicts",
 ]

@@ -44,7 +44,21 @@ def parse(argv: Sequence[str]) -> ParsedRun:
     if values.get("trainer_config") is not None:
         values["trainer_config"] = read_trainer_entries(values["trainer_config"])
     config = build_config(values, origins).resolved()
+    _check_allowed(config)
     return ParsedRun(config, dry_run, resolve_trainers(config))
+
+
+def _check_allowed(config: Config) -> None:
+    """--allow-config-change names options, of a run that continues another one."""
+    names = config.run.allow_config_change
+    for name in names:
+        if name.replace("-", "_") not in OPTIONS:
+            close = nearest(name.replace("-", "_"), OPTIONS).replace("_", "-")
+            raise ConfigError(f"--allow-config-change {show(name)}: no such option; the nearest is {close}")
+    if names and config.run.load is None:
+        raise ConfigError(
+            f"--allow-config-change {show(names[0])}: nothing is continued without --load; give it, or leave this out"
+        )
 
 
 def help_text() -> str:
@@ -142,7 +156,7 @@ def _add_flag(group: Any, option: Option) -> None:
     text = option.description
     if option.info.is_required():
         text += " (required)"
-    elif option.info.default is not None:
+    elif option.info.default is not None and not option.is_list:
         default = option.info.default
         text += f" (default: {('off', 'on')[default] if option.is_switch else show(default)})"
     elif "(default" not in text:
@@ -152,6 +166,8 @@ def _add_flag(group: Any, option: Option) -> None:
         group.add_argument(option.flag, dest=option.name, action=_Switch, help=text)
     elif option.is_pair:
         group.add_argument(option.flag, dest=option.name, action=_Once, nargs=2, metavar=("LO", "HI"), help=text)
+    elif option.is_list:
+        group.add_argument(option.flag, dest=option.name, action=_Once, nargs="+", metavar=option.metavar, help=text)
     else:
         metavar = f"{{{','.join(option.choices)}}}" if option.choices else option.metavar
         group.add_argument(option.flag, dest=option.name, action=_Once, metavar=metavar, help=text)

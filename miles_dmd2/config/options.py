@@ -22,6 +22,13 @@ RESUME_MAY_CHANGE = frozenset(
         "save_interval",
         "load",
         "num_rollout",
+        "prompt_data",  # its prompts may not: see checkpointing/resuming.py
+        "keep_last",
+        "keep_best",
+        "keep_best_mode",
+        "allow_config_change",
+        "dump_bad_batch",
+        "connect_timeout",
         "eval_prompt_data",
         "eval_interval",
         "eval_samples_per_prompt",
@@ -69,8 +76,12 @@ class Option:
         return _Shape.of(self.info).is_pair
 
     @property
+    def is_list(self) -> bool:
+        return _Shape.of(self.info).is_list
+
+    @property
     def metavar(self) -> str:
-        words = {int: "INT", float: "NUMBER", str: "TEXT", Path: "PATH"}
+        words = {int: "INT", float: "NUMBER", str: "TEXT", Path: "PATH", tuple[str, ...]: "NAME"}
         return words.get(_Shape.of(self.info).base, "FILE.yaml")
 
     @property
@@ -101,7 +112,6 @@ class _Shape:
     base: Any
     constraints: tuple[Any, ...]
     choices: tuple[str, ...]
-    is_pair: bool
 
     @classmethod
     def of(cls, info: FieldInfo) -> _Shape:
@@ -113,8 +123,15 @@ class _Shape:
             constraints += part.metadata if isinstance(part, FieldInfo) else [part]
             annotation = annotation.__origin__
         choices = tuple(get_args(annotation)) if get_origin(annotation) is Literal else ()
-        is_pair = get_origin(annotation) is tuple and get_args(annotation) == (float, float)
-        return cls(annotation, tuple(constraints), choices, is_pair)
+        return cls(annotation, tuple(constraints), choices)
+
+    @property
+    def is_pair(self) -> bool:
+        return bool(self.base == tuple[float, float])
+
+    @property
+    def is_list(self) -> bool:
+        return bool(self.base == tuple[str, ...])
 
 
 def valid_values(info: FieldInfo, *, upper: bool = False) -> str:
@@ -124,6 +141,8 @@ def valid_values(info: FieldInfo, *, upper: bool = False) -> str:
         return "one of " + ", ".join(shape.choices) if len(shape.choices) > 1 else shape.choices[0]
     if shape.is_pair:
         return "two numbers"
+    if shape.is_list:
+        return "one or more names of options"
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path"}
     text = words.get(shape.base, "a list of trainers")
     bounds = [
@@ -177,18 +196,8 @@ def flatten(config: Config) -> dict[str, Any]:
     return {name: plain[option.section][name] for name, option in OPTIONS.items()}
 
 
-def resume_conflicts(saved: Mapping[str, Any], config: Config) -> list[str]:
-    """What keeps `config` from continuing the run whose `flatten(config.resolved())` was saved, a phrase per option."""
-    before, now = _lasting(saved), _lasting(flatten(config.resolved()))
-    names = [*now, *(name for name in before if name not in now)]
-    return [
-        f"{flag_of(name)} was {show(before.get(name))} and is {show(now.get(name))}"
-        for name in names
-        if before.get(name) != now.get(name)
-    ]
-
-
-def _lasting(flat: Mapping[str, Any]) -> dict[str, Any]:
+def lasting(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a flat config that a run which continues another one may not change."""
     trainers = flat.get("trainer_config") or []
     schedules = {entry["args"].get("lr_schedule", flat.get("lr_schedule")) for entry in trainers}
     free = RESUME_MAY_CHANGE if schedules <= {"constant"} else RESUME_MAY_CHANGE - {"num_rollout"}

@@ -21,6 +21,7 @@ from miles_dmd2.training.ema import Ema
 from miles_dmd2.training.metrics import MetricBuffer, Reduction, per_step
 from miles_dmd2.training.network import Network
 from miles_dmd2.training.optimizer import AdamW, OptimizerSettings, clip_gradients, gradient_norm, learning_rate
+from miles_dmd2.training.sharding import row_range
 from miles_dmd2.types import GroupState, Role, RolloutSample
 
 logger = logging.getLogger(__name__)
@@ -104,15 +105,19 @@ class Trainer:
         digest = write_tensors(directory / name, self._state())
         return GroupState({name: digest}, self.counters())
 
-    def load(self, directory: Path, counters: Mapping[str, int]) -> None:
-        """Continue from what `save` wrote on the same number of ranks, awake or asleep.
+    def load(self, directory: Path, counters: Mapping[str, int], world_size: int | None = None) -> None:
+        """Continue from what `world_size` ranks (default: as many as now) saved, awake or asleep.
 
         ValueError: no such file, or names, shapes, dtypes or counters other than this trainer's.
         """
         if counters.keys() != self.counters().keys():
             raise ValueError(f"{directory}: counters of {self.settings.name} are {sorted(counters)}, not as expected")
-        name = rank_file(self.settings.name, self.ranks.rank, self.ranks.world_size)
-        read_tensors(directory / name, self._state())
+        own = self.ranks
+        if world_size in (None, own.world_size):
+            read_tensors([directory / rank_file(self.settings.name, own.rank, own.world_size)], self._state(), {})
+        else:
+            files = [directory / rank_file(self.settings.name, rank, world_size) for rank in range(world_size)]
+            read_tensors(files, self._state(), self._rows())
         self.updates = counters["updates"]
         self.skipped_steps = counters["skipped_steps"]
         self._skipped_in_a_row = counters["skipped_in_a_row"]
@@ -136,6 +141,11 @@ class Trainer:
     def _state(self) -> dict[str, Tensor]:
         """The tensors of a checkpoint, by name: all that sleeps and is not frozen."""
         return {name: self.residence.view(name) for name, entry in self.residence.entries.items() if not entry.frozen}
+
+    def _rows(self) -> dict[str, tuple[int, int]]:
+        """Of each tensor of the state, this rank's first row and the rows of all ranks."""
+        parameters = dict(self.network.module.named_parameters())
+        return {name: row_range(parameters[name.partition("/")[2]]) for name in self._state()}
 
     def _prepare(
         self, rollout_id: int, windows: Windows, samples: Iterable[RolloutSample]

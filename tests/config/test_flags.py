@@ -77,6 +77,16 @@ OTHERS: dict[str, tuple[str, Any, tuple[str, ...]]] = {
     "save": ("elsewhere", "elsewhere", ()),
     "save_interval": ("5", 5, ()),
     "load": ("runs/a", "runs/a", ()),
+    "keep_last": ("2", 2, ()),
+    "keep_best": ("accuracy_raw",) * 2 + (("--eval-prompt-data", "e.txt", "--eval-metrics-path", "m:f"),),
+    "keep_best_mode": (
+        "min",
+        "min",
+        ("--keep-best", "loss", "--eval-prompt-data", "e.txt", "--eval-metrics-path", "m:f"),
+    ),
+    "allow_config_change": ("seed lr-schedule", ["seed", "lr-schedule"], ("--load", "x")),
+    "dump_bad_batch": ("true", True, ()),
+    "connect_timeout": ("5", 5.0, ()),
     "max_skipped_steps": ("1", 1, ()),
     "use_wandb": ("true", True, ()),
     "wandb_project": ("p", "p", ()),
@@ -94,7 +104,8 @@ def test_every_option_is_reachable_by_its_flag_and_by_both_spellings_in_yaml(wri
         flag = f"--{name.replace('_', '-')}"
         words = [flag] if OPTIONS[name].is_switch else [flag, *typed.split()]
         assert values_of(command(*words, *beside))[name] == stored, name
-        in_yaml = typed if not OPTIONS[name].is_pair else f"[{typed.replace(' ', ', ')}]"
+        several = OPTIONS[name].is_pair or OPTIONS[name].is_list
+        in_yaml = f"[{typed.replace(' ', ', ')}]" if several else typed
         for key in (name, name.replace("_", "-")):
             others = command(*beside)
             if flag in others:  # a flag would win over the file
