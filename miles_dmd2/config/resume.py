@@ -35,7 +35,8 @@ def changes(saved: Mapping[str, Any], config: Config) -> dict[str, tuple[str, bo
 def _trainers(before: list[Any], now: list[Any]) -> dict[str, tuple[str, bool]]:
     """One entry for what is refused (`trainer_config`), one for other numbers of ranks (`num_gpus`)."""
     settings = [dict(_settings(entries)) for entries in (before, now)]
-    refused, layout = [], []
+    refused: list[str] = []
+    layout: list[str] = []
     for key in dict.fromkeys([*settings[0], *settings[1]]):
         was, now_is = (one.get(key) for one in settings)
         if was != now_is:

@@ -266,7 +266,10 @@ class QwenImageAdapter(ModelAdapter):
 
 def vae_scale_factor(vae_config: Mapping[str, Any]) -> int:
     """Pixels per latent pixel, as the pipeline computes it (the key's spelling is diffusers')."""
-    return 2 ** len(vae_config.get("temperal_downsample", (False, True, True)))
+    stages = vae_config.get("temperal_downsample", (False, True, True))
+    if not isinstance(stages, list | tuple) or len(stages) > 8:
+        raise ValueError(f"{FLAG}: vae/config.json must have temperal_downsample as a list, got {stages!r:.60}")
+    return 2 ** len(stages)
 
 
 def pack(latents: Tensor) -> Tensor:
