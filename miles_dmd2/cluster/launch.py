@@ -94,6 +94,7 @@ def trainer_job(config: Config, spec: TrainerSpec, worker: WorkerSettings) -> Tr
         score_shift=config.score_shift,
         student_ema_decay=algorithm.student_ema_decay,
         max_skipped_steps=config.run.max_skipped_steps,
+        bad_batch_directory=(config.run.run_dir / "bad_batches").resolve() if config.run.dump_bad_batch else None,
         start_timeout=config.cluster.start_timeout,
         collective_timeout=config.cluster.phase_timeout,
     )

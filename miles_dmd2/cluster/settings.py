@@ -56,6 +56,7 @@ class TrainerJob:
     score_shift: float
     student_ema_decay: float
     max_skipped_steps: int
+    bad_batch_directory: Path | None
     start_timeout: float
     collective_timeout: float
 

@@ -213,6 +213,7 @@ def _settings(job: TrainerJob) -> TrainerSettings:
         ),
         micro_batch_size=spec.micro_batch_size,
         forward_dtype=dtype_of(job.worker.forward_dtype),
+        bad_batch_directory=job.bad_batch_directory,
     )
 
 

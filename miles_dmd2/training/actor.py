@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +66,8 @@ class ActorTrainer(Trainer):
         (window,) = windows
         scores = merge_scores(external, window)
         (batches,), metrics = self._prepare(rollout_id, windows, samples)
+        assert self._inputs is not None
+        self._inputs.scores = scores
         pending = metrics.fresh()
         losses = [self._step_forward(batch, scores, window, pending) for batch in batches]
         ids = [i for batch in batches for i in batch.ids]
@@ -87,6 +89,9 @@ class ActorTrainer(Trainer):
             with self.ema.swapped_in():
                 updates["ema"] = export(self.network, self.adapter, self.ranks, self.updates, "ema")
         return updates
+
+    def _own_facts(self) -> dict[str, Any]:
+        return {"ema_decay": self.ema.decay if self.ema else 0.0}
 
     def _step_forward(
         self, batch: MicroBatch, scores: Mapping[int, ScoreRow], window: Sequence[int], metrics: MetricBuffer

@@ -28,12 +28,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     """Write, flush to disk, read back and compare bit for bit; returns the file's SHA-256 in hex. OSError: a full disk,
     or other bits on it than were written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    try:
-        save_file(held, path)
-    except SafetensorError as error:  # it has no class of its own for what the system says
-        raise OSError(f"cannot write {path} ({sum(value.nbytes for value in held.values())} bytes): {error}") from error
+    write_file(path, held)
     with path.open("rb") as file:
         os.fsync(file.fileno())
         digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -42,6 +38,15 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
             if not _same_bits(written.get_tensor(name), tensor):
                 raise OSError(f"{path}: {name} reads back differently from what was written")
     return digest
+
+
+def write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Contiguous CPU tensors as safetensors. OSError: the system would not write them."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        save_file(dict(tensors), path)
+    except SafetensorError as error:  # it has no class of its own for what the system says
+        raise OSError(f"cannot write {path} ({sum(t.nbytes for t in tensors.values())} bytes): {error}") from error
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -74,6 +74,7 @@ class CriticTrainer(Trainer):
         self.score_sigma_range = score_sigma_range
         self.score_sigma_shift = score_sigma_shift
         self.loss_space = loss_space
+        self.told_stop_steps = told_stop_steps
 
     def train(
         self, rollout_id: int, windows: Windows, samples: Iterable[RolloutSample]
@@ -98,6 +99,14 @@ class CriticTrainer(Trainer):
                 metrics.extend(pending)
                 taken += 1
         return self._reduce(metrics, skipped=len(windows) - taken), scores
+
+    def _own_facts(self) -> dict[str, Any]:
+        return {
+            "score_sigma_range": list(self.score_sigma_range),
+            "score_sigma_shift": self.score_sigma_shift,
+            "loss_space": self.loss_space,
+            "told_stop_steps": self.told_stop_steps,
+        }
 
     def _step_forward(
         self, rollout_id: int, batch: MicroBatch, window: Sequence[int], *, score: bool
