@@ -8,12 +8,10 @@ import os
 import platform
 import shlex
 import shutil
-import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from miles_dmd2.checkpointing import (
@@ -51,6 +49,7 @@ from miles_dmd2.sinks.console import ConsoleSink
 from miles_dmd2.sinks.jsonl import JsonlSink
 from miles_dmd2.sinks.summary import summary
 from miles_dmd2.sinks.wandb import WandbSink
+from miles_dmd2.stopping import StopRequest
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
@@ -58,7 +57,8 @@ FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line. Returns the exit code: 0, 1 (the run failed), 2 (bad input) or 130 (interrupted)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    with _interrupt_on_sigterm():
+    stop = StopRequest()
+    with stop.listening():
         try:
             parsed = parse(arguments)
             config, trainers = parsed.config, parsed.trainers
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             print("\nstopped before anything was started", file=sys.stderr)
             return INTERRUPTED
-        return run(config, trainers, plan, continued.manifest if continued else None, arguments)
+        return run(config, trainers, plan, continued.manifest if continued else None, arguments, stop)
 
 
 def check(config: Config, trainers: Sequence[TrainerSpec]) -> Continued | None:
@@ -123,14 +123,19 @@ def machine_facts(config: Config) -> dict[str, str]:
 
 
 def run(
-    config: Config, trainers: Sequence[TrainerSpec], plan: Plan, manifest: Manifest | None, arguments: Sequence[str]
+    config: Config,
+    trainers: Sequence[TrainerSpec],
+    plan: Plan,
+    manifest: Manifest | None,
+    arguments: Sequence[str],
+    stop: StopRequest,
 ) -> int:
     """Train, export the student, write the summary. Whatever happens, no process of the run is left."""
     run_dir = config.run.run_dir
     try:
         held = in_use([("--run-dir", run_dir), ("--save", config.save_dir)])
         with held, _log_file(run_dir / "logs" / "driver.log"):
-            train_and_export(config, trainers, plan, manifest, arguments)
+            train_and_export(config, trainers, plan, manifest, arguments, stop)
     except KeyboardInterrupt:
         print(f"\nstopped. {how_to_go_on(config, arguments)}", file=sys.stderr)
         return INTERRUPTED
@@ -146,7 +151,12 @@ def run(
 
 
 def train_and_export(
-    config: Config, trainers: Sequence[TrainerSpec], plan: Plan, manifest: Manifest | None, arguments: Sequence[str]
+    config: Config,
+    trainers: Sequence[TrainerSpec],
+    plan: Plan,
+    manifest: Manifest | None,
+    arguments: Sequence[str],
+    stop: StopRequest,
 ) -> None:
     from miles_dmd2.cluster.launch import launch
     from miles_dmd2.cluster.runtime import fetch
@@ -176,6 +186,7 @@ def train_and_export(
             evaluation(config, retention),
             checkpoints,
             sinks(config, start),
+            stop,
         )
         adapter = build_adapter(config.model.hf_checkpoint, config.model.diffusion_height, config.model.diffusion_width)
         for kind, update in weights.items():
@@ -298,20 +309,6 @@ def _log_file(path: Path) -> Iterator[None]:
     finally:
         logger.removeHandler(handler)
         handler.close()
-
-
-@contextmanager
-def _interrupt_on_sigterm() -> Iterator[None]:
-    """A polite kill ends a run as Ctrl-C does."""
-
-    def interrupt(_signal: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from typing import Any, Protocol
 
 from miles_dmd2.observability import PhaseClock, Sink
+from miles_dmd2.stopping import StopRequest
 from miles_dmd2.types import (
     Engines,
     RolloutBatch,
@@ -46,45 +47,56 @@ def train(
     evaluation: Evaluation,
     checkpoints: Checkpoints,
     sink: Sink,
+    stop: StopRequest,
 ) -> Weights:
     """Run `rollouts`, evaluate the last student, return its weights, and leave nothing running, whatever happens.
 
     Everyone arrives asleep. At most one of engines and groups is awake at any time; the engines serve verified
     weights before the first sample; a group sleeps right after its own train step; what a group hands over reaches
     every later group (DMD2, arXiv 2405.14867, algorithm 1, with the roles in processes of their own).
+
+    A first request to stop abandons sync, eval and generation, waits for the end of training, saves, and goes on as
+    KeyboardInterrupt.
     """
     clock = PhaseClock(sink)
     with ExitStack() as stack:
         for part in (sink.close, engines.dispose, *(group.dispose for group in groups)):
             stack.callback(part)
-        weights = _export(groups, clock, rollouts.start)
-        for rollout_id in rollouts:
-            with awake(engines):
-                metrics = _sync(engines, weights, clock, rollout_id)
-                if evaluation.due(rollout_id):
-                    metrics |= _evaluate(evaluation, engines, weights, clock, rollout_id)
-                with clock(rollout_id, "generate"):
-                    batch = _generate(engines, source(rollout_id), rollout_id, weights)
-                metrics |= {f"rollout/{key}": value for key, value in engines.metrics().items()}
-            external: dict[str, tuple[Any, ...]] = {}
-            for group in groups:
-                with clock(rollout_id, group.name), awake(group):
-                    result = group.train(batch, external)
-                    if group.role == "actor":
-                        weights = group.export_weights()
-                external[group.name] = result.external
-                metrics |= _prefixed(group.name, result)
-            completed = rollout_id + 1
-            if checkpoints.due(completed):
-                with clock(rollout_id, "save"):
-                    checkpoints(completed, groups)
-            sink.metrics(rollout_id, metrics | clock.take())
-            del batch, external, result  # the object store may drop them before the next rollout is generated
-        if evaluation.due(rollouts.stop):
-            with awake(engines):
-                metrics = _sync(engines, weights, clock, rollouts.stop)
-                metrics |= _evaluate(evaluation, engines, weights, clock, rollouts.stop)
-            sink.metrics(rollouts.stop, metrics | clock.take())
+        completed = rollouts.start
+        try:
+            weights = _export(groups, clock, rollouts.start)
+            for rollout_id in rollouts:
+                with awake(engines):
+                    metrics = _sync(engines, weights, clock, rollout_id)
+                    if evaluation.due(rollout_id):
+                        metrics |= _evaluate(evaluation, engines, weights, clock, rollout_id)
+                    with clock(rollout_id, "generate"):
+                        batch = _generate(engines, source(rollout_id), rollout_id, weights)
+                    metrics |= {f"rollout/{key}": value for key, value in engines.metrics().items()}
+                with stop.deferred():
+                    external: dict[str, tuple[Any, ...]] = {}
+                    for group in groups:
+                        with clock(rollout_id, group.name), awake(group):
+                            result = group.train(batch, external)
+                            if group.role == "actor":
+                                weights = group.export_weights()
+                        external[group.name] = result.external
+                        metrics |= _prefixed(group.name, result)
+                    completed = rollout_id + 1
+                    if checkpoints.due(completed):
+                        with clock(rollout_id, "save"):
+                            checkpoints(completed, groups)
+                    sink.metrics(rollout_id, metrics | clock.take())
+                    del batch, external, result  # the object store may drop them before the next rollout is generated
+            if evaluation.due(rollouts.stop):
+                with awake(engines):
+                    metrics = _sync(engines, weights, clock, rollouts.stop)
+                    metrics |= _evaluate(evaluation, engines, weights, clock, rollouts.stop)
+                sink.metrics(rollouts.stop, metrics | clock.take())
+        except KeyboardInterrupt:
+            if not stop.insisted:
+                checkpoints(completed, groups)  # everyone who has something to save is asleep
+            raise
     return weights
 
 

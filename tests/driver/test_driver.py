@@ -12,6 +12,7 @@ from fakes import FakeEngines, FakeGroup, Log, RecordingSink
 
 from miles_dmd2.driver import train
 from miles_dmd2.evaluation import FixedEvaluation, NoEvaluation
+from miles_dmd2.stopping import StopRequest
 from miles_dmd2.types import RolloutRequest
 
 
@@ -42,7 +43,9 @@ def run(
 ):
     engines, sink = FakeEngines(log), RecordingSink()
     groups = [FakeGroup(log, "critic", "critic"), FakeGroup(log, "actor", "actor", ema=ema)]
-    result = train(rollouts, source, engines, groups, evaluation or NoEvaluation(), NoCheckpoints(log, every), sink)
+    result = train(
+        rollouts, source, engines, groups, evaluation or NoEvaluation(), NoCheckpoints(log, every), sink, StopRequest()
+    )
     return groups, sink, result
 
 
@@ -67,7 +70,7 @@ def test_external_data_reaches_every_later_group_and_no_earlier_one() -> None:
     log, sink = Log(), RecordingSink()
     names = [("critic", "critic"), ("judge", "critic"), ("actor", "actor")]
     groups = [FakeGroup(log, name, role) for name, role in names]
-    train(range(2), source, FakeEngines(log), groups, NoEvaluation(), NoCheckpoints(log), sink)
+    train(range(2), source, FakeEngines(log), groups, NoEvaluation(), NoCheckpoints(log), sink, StopRequest())
     critic, judge, actor = groups
     assert critic.seen == [{}, {}]
     assert judge.seen == [{"critic": ("critic@0",)}, {"critic": ("critic@1",)}]
@@ -134,5 +137,5 @@ def test_lost_or_doubled_samples_are_refused() -> None:
     log = Log()
     groups = [FakeGroup(log, "critic", "critic"), FakeGroup(log, "actor", "actor")]
     with pytest.raises(ValueError, match=r"returned samples \(0, 1, 2\), asked for \(0, 1, 2, 3\)"):
-        train(range(1), source, Losing(log), groups, NoEvaluation(), NoCheckpoints(log), RecordingSink())
+        train(range(1), source, Losing(log), groups, NoEvaluation(), NoCheckpoints(log), RecordingSink(), StopRequest())
     assert "critic.wake" not in log.events
