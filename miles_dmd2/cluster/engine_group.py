@@ -7,6 +7,7 @@ from typing import Any
 
 import ray
 
+from miles_dmd2.cluster.failures import introduce
 from miles_dmd2.cluster.placement import Placement
 from miles_dmd2.cluster.process import dtype_of, load_function, set_up
 from miles_dmd2.cluster.runtime import wait
@@ -90,6 +91,8 @@ class RayEngineGroup:
         """Start engine i on the device of rank i, without waiting: see `build`."""
         worker = ray.remote(EngineWorker)
         actors = [worker.options(**placement.options(i)).remote(i, settings) for i in range(count)]
+        for i, actor in enumerate(actors):
+            introduce(actor, f"engine_{i}", settings.worker.log_directory)
         return cls(actors, start_timeout, phase_timeout)
 
     def build(self) -> None:

@@ -21,6 +21,7 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # keeps CUDA_V
 import ray
 from torch import Tensor
 
+from miles_dmd2.cluster.failures import late, root_cause, summary_of, told
 from miles_dmd2.cluster.wire import unpack_tensors
 from miles_dmd2.config import ConfigError
 from miles_dmd2.observability import RunError
@@ -91,7 +92,7 @@ def _init(**options: Any) -> None:
         ray.init(log_to_driver=False, configure_logging=False, **options)
     except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
         where = f"join the cluster at --ray-address {options['address']}" if "_temp_dir" not in options else "start Ray"
-        raise RunError(f"cannot {where}: {_summary(str(error)) or repr(error)}") from error
+        raise RunError(f"cannot {where}: {summary_of(str(error)) or repr(error)}") from error
     finally:
         signal.signal(signal.SIGTERM, handler)
 
@@ -108,31 +109,19 @@ def _sweep_left_over_sessions() -> None:
 
 
 def wait(refs: Sequence[Any], timeout: float, what: str) -> list[Any]:
-    """`ray.get` with a deadline; failures become one RunError that says what was waited for."""
+    """`ray.get` with a deadline. RunError, one line: what was waited for, which process failed and how, and its log."""
+    refs = list(refs)
     try:
-        return list(ray.get(list(refs), timeout=timeout))
+        return list(ray.get(refs, timeout=timeout))
     except ray.exceptions.GetTimeoutError as error:
-        raise RunError(f"{what}: no answer within {timeout:g} s (--phase-timeout, --start-timeout)") from error
-    except ray.exceptions.RayTaskError as error:
-        logger.error("%s failed:\n%s", what, error)  # with the worker's traceback
-        raise RunError(f"{what}: {_cause(error)}") from error
+        raise RunError(late(refs, timeout, what)) from error
     except ray.exceptions.RayError as error:
-        logger.error("%s failed:\n%s", what, error)
-        raise RunError(f"{what}: {_summary(str(error))}") from error
+        ref, cause = root_cause(refs, error)
+        logger.error("%s failed:\n%s", what, cause)  # with the worker's traceback
+        raise RunError(f"{what}: {told(ref, cause)}") from error
 
 
 def fetch(update: WeightUpdate, timeout: float) -> dict[str, Tensor]:
     """The tensors of a weight update in this process."""
     (arrays,) = wait([update.payload], timeout, f"fetching the {update.version} weights")
     return unpack_tensors(arrays)
-
-
-def _summary(text: str) -> str:
-    """Ray's report in one line; where an actor's constructor failed, the error it failed with is the last one."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
-    return lines[-1] if "creation task" in lines[0] else lines[0]
-
-
-def _cause(error: ray.exceptions.RayTaskError) -> str:
-    cause = error.cause
-    return f"{type(cause).__name__}: {cause}" if cause is not None else str(error)

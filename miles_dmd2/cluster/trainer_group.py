@@ -11,6 +11,7 @@ import ray
 from torch import nn
 
 from miles_dmd2.checkpointing import merge_states
+from miles_dmd2.cluster.failures import introduce
 from miles_dmd2.cluster.placement import Placement
 from miles_dmd2.cluster.process import dtype_of, set_up
 from miles_dmd2.cluster.runtime import wait
@@ -132,6 +133,8 @@ class RayTrainerGroup:
         """Start rank i on the device of rank i, without waiting: see `build`."""
         worker = ray.remote(TrainerWorker)
         workers = [worker.options(**placement.options(rank)).remote(rank, job) for rank in range(job.spec.num_ranks)]
+        for rank, started in enumerate(workers):
+            introduce(started, f"{job.spec.name}_{rank}", job.worker.log_directory)
         return cls(job, workers, start_timeout, phase_timeout)
 
     @property
