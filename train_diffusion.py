@@ -47,6 +47,7 @@ from miles_dmd2.observability import RunError, Sink, SinkGroup, logger
 from miles_dmd2.run_directory import in_use
 from miles_dmd2.sinks.console import ConsoleSink
 from miles_dmd2.sinks.jsonl import JsonlSink
+from miles_dmd2.sinks.status import StatusSink
 from miles_dmd2.sinks.summary import summary
 from miles_dmd2.sinks.wandb import WandbSink
 from miles_dmd2.stopping import StopRequest
@@ -223,10 +224,11 @@ def evaluation(config: Config, retention: Retention) -> FixedEvaluation | NoEval
 
 
 def sinks(config: Config, start: int) -> SinkGroup:
-    """The metrics file always; a terminal's progress; wandb when asked for."""
+    """The metrics file and the status always; a terminal's progress; wandb when asked for."""
     run = config.run
     chosen: list[Sink] = [
         JsonlSink(run.run_dir / "metrics.jsonl", keep_below=start),
+        StatusSink(run.run_dir / "status.json"),
         ConsoleSink(start, config.rollout.num_rollout),
     ]
     if run.use_wandb:

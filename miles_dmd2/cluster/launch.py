@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -61,6 +62,7 @@ def worker_settings(config: Config) -> WorkerSettings:
         single_node=cluster.actor_num_nodes == 1,
         log_directory=(config.run.run_dir / "logs").resolve(),
         python_path=tuple(entry or str(Path.cwd()) for entry in sys.path),
+        driver_pid=os.getpid() if cluster.ray_address is None else None,
     )
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from miles_dmd2.cluster.failures import late, root_cause, summary_of, told
 from miles_dmd2.cluster.wire import unpack_tensors
 from miles_dmd2.config import ConfigError
+from miles_dmd2.config.environment import SESSION_ROOT
 from miles_dmd2.observability import RunError
 from miles_dmd2.types import WeightUpdate
 
@@ -52,7 +53,7 @@ def ray_session(address: str | None, devices: int, device: str, connect_timeout:
             ray.shutdown()
         return
     _sweep_left_over_sessions()
-    session = tempfile.mkdtemp(prefix=f"{_SESSION_PREFIX}{os.getpid()}-", dir="/tmp")
+    session = tempfile.mkdtemp(prefix=f"{_SESSION_PREFIX}{os.getpid()}-", dir=SESSION_ROOT)
     lock = (Path(session) / _LOCK).open("w")
     fcntl.flock(lock, fcntl.LOCK_EX)
     try:
@@ -102,7 +103,7 @@ def _sweep_left_over_sessions() -> None:
 
     A living driver holds its session's lock, which no other container or user can fake or take.
     """
-    for path in Path("/tmp").glob(f"{_SESSION_PREFIX}*/{_LOCK}"):
+    for path in SESSION_ROOT.glob(f"{_SESSION_PREFIX}*/{_LOCK}"):
         with suppress(OSError), path.open("r") as lock:  # gone meanwhile, another user's, or in use
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path.parent, ignore_errors=True)

@@ -15,7 +15,8 @@ class WorkerSettings:
     """Common to every worker.
 
     `threads`: torch threads. `log_directory`: one file per worker. `python_path`: the driver's, so that a worker finds
-    the modules that the driver finds. `single_node`: every process of the run is on one host.
+    the modules that the driver finds. `single_node`: every process of the run is on one host. `driver_pid`: of the
+    driver whose Ray this is, on this host; None on a cluster that outlives it.
     """
 
     checkpoint: Path
@@ -27,6 +28,7 @@ class WorkerSettings:
     single_node: bool
     log_directory: Path
     python_path: tuple[str, ...]
+    driver_pid: int | None
 
 
 @dataclass(frozen=True, slots=True)
