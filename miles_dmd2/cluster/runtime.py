@@ -19,6 +19,7 @@ os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 starves a run besi
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # keeps CUDA_VISIBLE_DEVICES as the user set it
 
 import ray
+from ray._private import ray_constants
 from torch import Tensor
 
 from miles_dmd2.cluster.failures import late, root_cause, summary_of, told
@@ -57,19 +58,39 @@ def ray_session(address: str | None, devices: int, device: str, connect_timeout:
     lock = (Path(session) / _LOCK).open("w")
     fcntl.flock(lock, fcntl.LOCK_EX)
     try:
-        _init(
-            address="local",
-            num_cpus=max(devices, 1),
-            num_gpus=devices if device == "cuda" else 0,
-            include_dashboard=False,
-            _temp_dir=session,
-            _node_ip_address="127.0.0.1",  # Ray would listen on the host's address
-        )
+        with _on_loopback():
+            _init(
+                address="local",
+                num_cpus=max(devices, 1),
+                num_gpus=devices if device == "cuda" else 0,
+                include_dashboard=False,
+                _temp_dir=f"{session}/r",  # Ray opens its directory to everybody, so it is inside of a private one
+            )
         yield
     finally:
         ray.shutdown()
         shutil.rmtree(session, ignore_errors=True)
         lock.close()
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """A Ray started in this block listens on 127.0.0.1 alone, as it does on macOS; on Linux it would on every address.
+
+    `_node_ip_address` does not help: Ray replaces a loopback address by the host's (2.60). Processes that Ray starts
+    read the variable, this one has read it when it imported Ray. tests/cluster/test_loopback.py looks at the sockets.
+    """
+    variable, before = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, ray_constants.ENABLE_RAY_CLUSTER
+    given = os.environ.get(variable)
+    os.environ[variable], ray_constants.ENABLE_RAY_CLUSTER = "0", False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+        if given is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = given
 
 
 def _check_reachable(address: str, timeout: float) -> None:

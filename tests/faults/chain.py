@@ -133,11 +133,14 @@ class Chain:
         """Returns the driver's exit code."""
         process = self._start()
         try:
-            until(lambda: reached(process) or process.poll() is not None, DEADLINE, f"{what} did not come", 0.002)
-            before = descendants(process.pid)
-            workers = self._workers(before)
-            met = self.status(process.pid)
+            text = f"{what} did not come"
+            until(lambda: self.status(process.pid) or reached(process) or process.poll() is not None, DEADLINE, text)
+            workers = self._workers(descendants(process.pid))  # now: phases are short
+            until(lambda: reached(process) or process.poll() is not None, DEADLINE, text, 0.001)
+            before = descendants(process.pid) if victim == "tree" else []
             self._kill(process.pid, victim, workers, before)
+            met = self.status(process.pid)
+            before += workers.values()
             _, err = process.communicate(timeout=DEADLINE)
             if victim in workers and process.returncode == 1:
                 self._check_told(err, victim)
