@@ -135,17 +135,19 @@ class Chain:
         try:
             text = f"{what} did not come"
             until(lambda: self.status(process.pid) or reached(process) or process.poll() is not None, DEADLINE, text)
-            workers = self._workers(descendants(process.pid))  # now: phases are short
+            family = descendants(process.pid)
+            workers = self._workers(family)  # now: phases are short
             until(lambda: reached(process) or process.poll() is not None, DEADLINE, text, 0.001)
-            before = descendants(process.pid) if victim == "tree" else []
-            self._kill(process.pid, victim, workers, before)
+            self._kill(process.pid, victim, workers, descendants(process.pid) if victim == "tree" else [])
             met = self.status(process.pid)
-            before += workers.values()
-            _, err = process.communicate(timeout=DEADLINE)
-            if victim in workers and process.returncode == 1:
-                self._check_told(err, victim)
+            if victim not in workers:
+                process.wait(DEADLINE)  # Ray's processes have its pipes open for a while
+            else:
+                _, err = process.communicate(timeout=DEADLINE)
+                if process.returncode == 1:
+                    self._check_told(err, victim)
             until(lambda: not alive(list(workers.values())), WORKERS_GONE, f"{what}: of {workers} some live on")
-            self.before += before
+            self.before += family
             done = len(list((self.run_dir / "checkpoints").glob("step_*")))
             where = f"in {met['phase']} of rollout {met['rollout']}" if met else "before it trained"
             self.say(f"{what}: killed {where}, exit code {process.returncode}, {done} checkpoints")
