@@ -333,8 +333,8 @@ def _check_canvas(config: Config, prompts: Sequence[str]) -> ModelAdapter:
 
 def _check_sglang(config: Config, adapter: ModelAdapter) -> None:
     """SGLang can serve this family, and is where --sglang-python says, in a version and with flags that will do."""
-    from miles_dmd2.engines.sglang_flags import check_flags
-    from miles_dmd2.engines.sglang_python import check_version
+    from miles_dmd2.engines.sglang.environment import check_version
+    from miles_dmd2.engines.sglang.flags import check_flags
 
     try:
         _ = adapter.serving

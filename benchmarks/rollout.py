@@ -29,10 +29,10 @@ import torch
 from torch import Tensor
 
 from miles_dmd2.algo import normal, sigma_grid
-from miles_dmd2.engines.sglang import SGLangEngine, SGLangSettings
-from miles_dmd2.engines.sglang_http import Transport
-from miles_dmd2.engines.sglang_server import ManagedServer, SGLangLaunch
-from miles_dmd2.engines.sglang_wire import Ask, parse_rollout, rollout_body
+from miles_dmd2.engines.sglang.engine import SGLangEngine, SGLangSettings
+from miles_dmd2.engines.sglang.http import Transport
+from miles_dmd2.engines.sglang.server import ManagedServer, SGLangLaunch
+from miles_dmd2.engines.sglang.wire import Ask, parse_rollout, rollout_body
 from miles_dmd2.models.base import ModelAdapter
 from miles_dmd2.models.registry import build_adapter
 from miles_dmd2.models.weights import checksum

@@ -15,7 +15,7 @@ from miles_dmd2.types import RolloutSample, WeightVersion
 ROOT = Path(__file__).parent.parent
 UNPICKLERS = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal", "jsonpickle"}
 # Writes pickles that SGLang's own server reads, and reads none.
-PICKLES_FOR_SGLANG = "miles_dmd2/engines/sglang_weights.py"
+PICKLES_FOR_SGLANG = "miles_dmd2/engines/sglang/weights.py"
 CALLS = {
     "pickle.load": "unpickles",
     "pickle.loads": "unpickles",

@@ -139,8 +139,8 @@ def test_flags_for_the_server_are_checked_in_its_own_environment(
     arguments: Arguments, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[object] = []
-    monkeypatch.setattr("miles_dmd2.engines.sglang_python.check_version", lambda *given: asked.append(given))
-    monkeypatch.setattr("miles_dmd2.engines.sglang_flags.known_flags", lambda python: frozenset({"log-level"}))
+    monkeypatch.setattr("miles_dmd2.engines.sglang.environment.check_version", lambda *given: asked.append(given))
+    monkeypatch.setattr("miles_dmd2.engines.sglang.flags.known_flags", lambda python: frozenset({"log-level"}))
     flags = ("--rollout-engine", "sglang", "--sglang-python", "engine/python", "--sglang-allow-untested-version")
     assert start(arguments, "--dry-run", *flags, "--sglang-log-level", "info") == 0
     assert asked == [(Path("engine/python"), True)]

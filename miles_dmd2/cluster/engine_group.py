@@ -18,8 +18,8 @@ from miles_dmd2.cluster.wire import Array, PackedSamples, pack_samples, pack_ten
 from miles_dmd2.data.latents import read_latents
 from miles_dmd2.engines.base import RolloutEngine
 from miles_dmd2.engines.local import LocalEngine
-from miles_dmd2.engines.sglang import SGLangEngine
-from miles_dmd2.engines.sglang_server import ExternalServer, Server
+from miles_dmd2.engines.sglang.engine import SGLangEngine
+from miles_dmd2.engines.sglang.server import ExternalServer, Server
 from miles_dmd2.media.gallery import save_eval_media
 from miles_dmd2.models.base import ModelAdapter
 from miles_dmd2.observability import RunError

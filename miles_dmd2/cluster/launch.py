@@ -17,7 +17,7 @@ from miles_dmd2.cluster.server_worker import ServerGroup
 from miles_dmd2.cluster.settings import EngineSettings, SavedState, ServerSettings, TrainerJob, WorkerSettings
 from miles_dmd2.cluster.trainer_group import RayTrainerGroup
 from miles_dmd2.config import Config, TrainerSpec
-from miles_dmd2.engines.sglang_client import SGLangSettings
+from miles_dmd2.engines.sglang.pool import SGLangSettings
 from miles_dmd2.types import Conditioning
 
 

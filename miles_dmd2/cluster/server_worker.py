@@ -14,7 +14,7 @@ from miles_dmd2.cluster.process import set_up
 from miles_dmd2.cluster.runtime import wait
 from miles_dmd2.cluster.settings import EngineSettings, ServerSettings, WorkerSettings
 from miles_dmd2.engines.base import EngineError
-from miles_dmd2.engines.sglang_server import ManagedServer, Server, SGLangLaunch
+from miles_dmd2.engines.sglang.server import ManagedServer, Server, SGLangLaunch
 
 _STOP_SECONDS = 30.0  # SIGTERM, SIGKILL and what they take
 _ANSWER_SECONDS = 10.0

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from miles_dmd2.config import TrainerSpec
-from miles_dmd2.engines.sglang_client import SGLangSettings
+from miles_dmd2.engines.sglang.pool import SGLangSettings
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from miles_dmd2.config.schema import Config
 
 # Measured with Ray 2.60: 128 are enough for six workers, with 64 its node daemon hangs without a word.
 FEWEST_OPEN_FILES = 256
-SESSION_ROOT = Path("/tmp")  # noqa: S108 - mkdtemp makes a private directory in it; Ray's socket paths are limited to 107 bytes
+SESSION_ROOT = Path("/tmp")  # noqa: S108 - mkdtemp makes private directories in it; paths of sockets are limited to 107 bytes
 _SESSION_BYTES = 64 * 2**20  # logs and sockets of Ray
 _WANDB_HOST = "api.wandb.ai"
 _WANDB_KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")

@@ -23,8 +23,8 @@ from miles_dmd2.cluster.runtime import ray_session
 from miles_dmd2.cluster.server_worker import RemoteServer, ServerGroup
 from miles_dmd2.cluster.settings import EngineSettings, ServerSettings, WorkerSettings
 from miles_dmd2.engines.base import EngineError
-from miles_dmd2.engines.sglang_client import SGLangSettings
-from miles_dmd2.engines.sglang_process import members_of
+from miles_dmd2.engines.sglang.pool import SGLangSettings
+from miles_dmd2.engines.sglang.process import members_of
 from miles_dmd2.observability import RunError
 
 pytestmark = pytest.mark.ray

@@ -21,7 +21,8 @@ from pathlib import Path
 
 MODES = ("", "slow", "crash", "deaf", "stock", "transformer falls back", "text_encoder falls back", "no plugin")
 WORKER = (
-    "import os, time; from miles_dmd2.engines.sglang_launch import die_with; die_with(os.getppid()); time.sleep(600)"
+    "import os, time; from miles_dmd2.engines.sglang_plugin.launch import die_with; "
+    "die_with(os.getppid()); time.sleep(600)"
 )
 
 

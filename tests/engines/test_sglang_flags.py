@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from miles_dmd2.engines.sglang_flags import check_flags, known_flags
+from miles_dmd2.engines.sglang.flags import check_flags, known_flags
 
 SERVER_ARGS = """
         parser.add_argument(

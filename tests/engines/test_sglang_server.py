@@ -17,10 +17,11 @@ from typing import Any
 
 import pytest
 
-from miles_dmd2.engines import sglang_process, sglang_server
 from miles_dmd2.engines.base import EngineError
-from miles_dmd2.engines.sglang_process import Ports, free_ports, members_of
-from miles_dmd2.engines.sglang_server import ExternalServer, ManagedServer, SGLangLaunch
+from miles_dmd2.engines.sglang import process
+from miles_dmd2.engines.sglang import server as life_cycle
+from miles_dmd2.engines.sglang.process import Ports, free_ports, members_of
+from miles_dmd2.engines.sglang.server import ExternalServer, ManagedServer, SGLangLaunch
 from tests.engines.engine_stand_in import Handler, make_engine
 
 ROOT = Path(__file__).parents[2]
@@ -270,8 +271,8 @@ def test_a_taken_port_costs_a_retry(life: Life, monkeypatch: pytest.MonkeyPatch,
                 other.listen()
             return tries[-1]
 
-        monkeypatch.setattr(sglang_server, "free_ports", ports)
-        monkeypatch.setattr(sglang_server, "_POLL_ANSWER_SECONDS", 0.2)  # `other` accepts and says nothing
+        monkeypatch.setattr(life_cycle, "free_ports", ports)
+        monkeypatch.setattr(life_cycle, "_POLL_ANSWER_SECONDS", 0.2)  # `other` accepts and says nothing
         server = life.server().start()
     assert len(tries) == 2
     assert server.alive()
@@ -285,8 +286,8 @@ def test_three_taken_ports_are_an_error(life: Life, monkeypatch: pytest.MonkeyPa
         other.listen()
         ports = free_ports()
         same = Ports(other.getsockname()[1], ports.scheduler, ports.master)
-        monkeypatch.setattr(sglang_server, "free_ports", lambda: same)
-        monkeypatch.setattr(sglang_server, "_POLL_ANSWER_SECONDS", 0.2)  # `other` accepts and says nothing
+        monkeypatch.setattr(life_cycle, "free_ports", lambda: same)
+        monkeypatch.setattr(life_cycle, "_POLL_ANSWER_SECONDS", 0.2)  # `other` accepts and says nothing
         server = life.server()
         with pytest.raises(EngineError, match=r"(?s)Address already in use.*\(3 tries, each with other ports\)"):
             server.start()
@@ -298,14 +299,14 @@ def test_another_server_on_its_port_is_not_taken_for_it(
     life: Life, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A left-over of another run, with the same plugin, answers /health while ours still imports."""
-    monkeypatch.setattr(Handler, "worker", subprocess.Popen(["sleep", "60"]), raising=False)
+    monkeypatch.setattr(Handler, "worker", subprocess.Popen(["/bin/sleep", "60"]), raising=False)
     monkeypatch.setattr(Handler, "broker", socket.socket(), raising=False)
     monkeypatch.setattr(Handler, "failed", life.directory / "never", raising=False)
     monkeypatch.setattr(Handler, "log_message", lambda *args: None)
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as other:
         threading.Thread(target=other.serve_forever, daemon=True).start()
         tries = iter([Ports(other.server_port, *(free_ports().scheduler, free_ports().master)), free_ports()])
-        monkeypatch.setattr(sglang_server, "free_ports", lambda: next(tries))
+        monkeypatch.setattr(life_cycle, "free_ports", lambda: next(tries))
         server = life.server().start()
         other.shutdown()
     Handler.worker.kill()
@@ -352,7 +353,7 @@ def test_restart(life: Life) -> None:
 
 
 def test_one_that_ignores_sigterm_is_killed(life: Life, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sglang_server, "_TERM_SECONDS", 0.5)
+    monkeypatch.setattr(life_cycle, "_TERM_SECONDS", 0.5)
     server = life.server("deaf").start()
     pid = server.pid or 0
     began = time.monotonic()
@@ -408,7 +409,7 @@ def test_it_dies_with_its_owner(life: Life, end: str) -> None:
     owner = f"""
 import os, signal, sys
 from pathlib import Path
-from miles_dmd2.engines.sglang_server import ManagedServer, SGLangLaunch
+from miles_dmd2.engines.sglang.server import ManagedServer, SGLangLaunch
 launch = SGLangLaunch(
     python=Path({str(life.python)!r}), model=Path("model"), model_id="Qwen-Image", arguments=(),
     log=Path({str(life.directory / "logs" / "engine.log")!r}), start_timeout=30.0,
@@ -436,7 +437,7 @@ if {end!r} == "kill":
 
 def test_an_orphan_does_not_start(python: Path, tmp_path: Path) -> None:
     """Its parent died before it could ask the kernel to watch it."""
-    launch = [python, ROOT / "miles_dmd2" / "engines" / "sglang_launch.py", "1", "--", "--port", "0"]
+    launch = [python, ROOT / "miles_dmd2" / "engines" / "sglang_plugin" / "launch.py", "1", "--", "--port", "0"]
     done = subprocess.run(launch, capture_output=True, text=True, timeout=30)
     assert done.returncode == 1
     assert f"started by process {os.getpid()}, not by 1" in done.stderr
@@ -470,6 +471,6 @@ def test_no_free_port_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         def bind(self, address: Any) -> None:
             raise OSError("address already in use")
 
-    monkeypatch.setattr(sglang_process.socket, "socket", Busy)
+    monkeypatch.setattr(process.socket, "socket", Busy)
     with pytest.raises(EngineError, match="no three pairs of free ports from 20000 to 29999"):
         free_ports()

@@ -18,10 +18,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-from miles_dmd2.engines import sglang_weights
 from miles_dmd2.engines.base import EngineError
-from miles_dmd2.engines.sglang import SGLangEngine, SGLangSettings
-from miles_dmd2.engines.sglang_weights import (
+from miles_dmd2.engines.sglang import weights as sent_weights
+from miles_dmd2.engines.sglang.engine import SGLangEngine, SGLangSettings
+from miles_dmd2.engines.sglang.weights import (
     Push,
     WeightStore,
     bodies,
@@ -29,7 +29,7 @@ from miles_dmd2.engines.sglang_weights import (
     digests_of,
     in_memory,
 )
-from miles_dmd2.engines.sglang_wire import WireError
+from miles_dmd2.engines.sglang.wire import WireError
 from miles_dmd2.models.qwen_image import QwenImageAdapter
 from miles_dmd2.types import Probe, WeightUpdate, WeightVersion
 from tests.engines.contract import Harness, all_equal, spoil
@@ -96,7 +96,7 @@ def test_a_file_holds_the_weights_as_they_are_and_goes_with_the_next(
 def test_tensors_go_by_value_a_bucket_at_a_time(
     fake: FakeSGLang, adapter: QwenImageAdapter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sglang_weights, "BUCKET_BYTES", 200_000)
+    monkeypatch.setattr(sent_weights, "BUCKET_BYTES", 200_000)
     harness = harness_of(fake, adapter, weight_sync="tensor")
     update, tensors = harness.weights(1)
     whole = torch.cat([value.reshape(-1) for value in tensors.values()])
@@ -323,9 +323,9 @@ def test_without_a_directory_given_memory_comes_first(monkeypatch: pytest.Monkey
         place.mkdir()
     free = {memory: 200, disk: 1000}
     usage = type(shutil.disk_usage(tmp_path))
-    monkeypatch.setattr(sglang_weights, "SHARED_MEMORY", memory)
-    monkeypatch.setattr(sglang_weights.tempfile, "gettempdir", lambda: str(disk))
-    monkeypatch.setattr(sglang_weights.shutil, "disk_usage", lambda path: usage(1000, 0, free[Path(path)]))
+    monkeypatch.setattr(sent_weights, "SHARED_MEMORY", memory)
+    monkeypatch.setattr(sent_weights.tempfile, "gettempdir", lambda: str(disk))
+    monkeypatch.setattr(sent_weights.shutil, "disk_usage", lambda path: usage(1000, 0, free[Path(path)]))
     for update_bytes, place in ((100, memory), (101, disk), (500, disk)):
         store = WeightStore(None, update_bytes)
         assert store.root.parent == place
@@ -341,7 +341,7 @@ def test_without_a_directory_given_memory_comes_first(monkeypatch: pytest.Monkey
 
 def test_what_a_killed_process_left_is_removed_and_what_is_in_use_is_not(tmp_path: Path) -> None:
     code = (
-        "import os, sys; from pathlib import Path; from miles_dmd2.engines.sglang_weights import WeightStore\n"
+        "import os, sys; from pathlib import Path; from miles_dmd2.engines.sglang.weights import WeightStore\n"
         "store = WeightStore(Path(sys.argv[1]), 1)\n"
         "(store.root / 'raw-1-aa').mkdir()\n"
         "os._exit(9)\n"
@@ -365,7 +365,7 @@ def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatc
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(sglang_weights, "save_file", full)
+    monkeypatch.setattr(sent_weights, "save_file", full)
     with pytest.raises(EngineError, match=r"raw@3 refused: cannot write them .*No space left"):
         store.write("raw@3", {"a": torch.zeros(1)})
     assert [path.name for path in store.root.iterdir()] == ["in_use"]
@@ -386,8 +386,8 @@ def test_a_handle_names_its_gpu_by_uuid(monkeypatch: pytest.MonkeyPatch) -> None
     handle = (torch.Tensor, torch.Size([2]), (1,), 0, torch.storage.TypedStorage, torch.float32, 3, b"handle")
     rest = (8, 0, False, b"counter", 0, b"event", True)
     monkeypatch.setattr(reductions, "reduce_tensor", lambda t: (reductions.rebuild_cuda_tensor, (*handle, *rest)))
-    monkeypatch.setattr(sglang_weights, "_uuid", lambda device: "gpu-uuid")
-    content = base64.b64decode(sglang_weights._by_handle([("a", torch.zeros(2))]))
+    monkeypatch.setattr(sent_weights, "_uuid", lambda device: "gpu-uuid")
+    content = base64.b64decode(sent_weights._by_handle([("a", torch.zeros(2))]))
     found: list[object] = []
 
     class Reader(pickle.Unpickler):

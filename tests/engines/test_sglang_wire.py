@@ -16,7 +16,7 @@ from torch import Tensor
 
 from miles_dmd2.algo import normal, sigma_grid
 from miles_dmd2.engines.base import EngineError
-from miles_dmd2.engines.sglang_wire import (
+from miles_dmd2.engines.sglang.wire import (
     Answer,
     Ask,
     StaleWeightsError,

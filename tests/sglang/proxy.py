@@ -9,7 +9,7 @@ from collections.abc import Awaitable
 from dataclasses import dataclass
 
 from miles_dmd2.engines.base import EngineError
-from miles_dmd2.engines.sglang_server import Server
+from miles_dmd2.engines.sglang.server import Server
 
 Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
 

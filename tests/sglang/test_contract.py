@@ -9,7 +9,7 @@ import torch
 
 from miles_dmd2.algo import rollout
 from miles_dmd2.engines.local import LocalEngine
-from miles_dmd2.engines.sglang import SGLangEngine, SGLangSettings
+from miles_dmd2.engines.sglang.engine import SGLangEngine, SGLangSettings
 from miles_dmd2.models.qwen_image import QwenImageAdapter
 from tests.engines.contract import GRID, EngineContract, Harness, stacked
 from tests.tiny_qwen import PROMPTS, SIZE

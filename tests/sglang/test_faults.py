@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from miles_dmd2.engines.base import EngineError
-from miles_dmd2.engines.sglang import SGLangEngine, SGLangSettings
-from miles_dmd2.engines.sglang_server import ManagedServer
+from miles_dmd2.engines.sglang.engine import SGLangEngine, SGLangSettings
+from miles_dmd2.engines.sglang.server import ManagedServer
 from miles_dmd2.models.qwen_image import QwenImageAdapter
 from miles_dmd2.types import RolloutSample, WeightVersion
 from tests.engines.contract import Harness, all_equal

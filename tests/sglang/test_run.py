@@ -109,18 +109,25 @@ def living_children() -> set[int]:
     found, todo = set(), [os.getpid()]
     while todo:
         for task in Path(f"/proc/{todo.pop()}/task").glob("*/children"):
-            for child in map(int, task.read_text().split()):
-                state = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0]
-                if state not in "ZX":
+            for child in map(int, read(task).split()):
+                if read(Path(f"/proc/{child}/stat")).rpartition(")")[2].split()[:1] not in (["Z"], ["X"], []):
                     found.add(child)
                     todo.append(child)
     return found
 
 
+def read(file: Path) -> str:
+    """Of /proc; "" when the process has ended meanwhile."""
+    try:
+        return file.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
 def wait_until_gone(before: set[int], seconds: float = 20.0) -> None:
     deadline = time.monotonic() + seconds
     while left := living_children() - before:
-        commands = [Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")[:200] for pid in left]
+        commands = [read(Path(f"/proc/{pid}/cmdline")).replace("\0", " ")[:200] for pid in left]
         assert time.monotonic() < deadline, commands
         time.sleep(0.2)
 

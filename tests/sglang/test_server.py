@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from miles_dmd2.engines.sglang_process import members_of
-from miles_dmd2.engines.sglang_server import ManagedServer
+from miles_dmd2.engines.sglang.process import members_of
+from miles_dmd2.engines.sglang.server import ManagedServer
 from tests.sglang.conftest import FP32, START_SECONDS
 from tests.sglang.sockets import is_open, listening
 
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 OWNER = """
 import sys, time
 from pathlib import Path
-from miles_dmd2.engines.sglang_server import ManagedServer, SGLangLaunch
+from miles_dmd2.engines.sglang.server import ManagedServer, SGLangLaunch
 
 python, model, log, seconds, *arguments = sys.argv[1:]
 launch = SGLangLaunch(

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Generic, Literal, TypeVar
 
 from miles_dmd2.engines.base import EngineError
-from miles_dmd2.engines.sglang_http import FailedError, RefusedError, ServerError, Transport, UnreachableError
-from miles_dmd2.engines.sglang_server import Server
-from miles_dmd2.engines.sglang_wire import Capabilities, ForwardDtype, StaleWeightsError, WireError
+from miles_dmd2.engines.sglang.http import FailedError, RefusedError, ServerError, Transport, UnreachableError
+from miles_dmd2.engines.sglang.server import Server
+from miles_dmd2.engines.sglang.wire import Capabilities, ForwardDtype, StaleWeightsError, WireError
 
 logger = logging.getLogger(__name__)
 
@@ -68,10 +68,9 @@ TROUBLE = (EngineError, ServerError, WireError)
 
 
 class State(enum.Enum):
-    """Of a server. UP: takes requests. SUSPECT: being looked at or brought back. DOWN: has to be. GONE: for good."""
+    """Of a server. UP: takes requests. DOWN: is being looked at and brought back, or has to be. GONE: for good."""
 
     UP = enum.auto()
-    SUSPECT = enum.auto()
     DOWN = enum.auto()
     GONE = enum.auto()
 
@@ -212,7 +211,7 @@ class Pool:
         if generation == link.generation:
             if isinstance(error, UnreachableError) and error.late:
                 link.late += 1
-            if isinstance(error, (ServerError, StaleWeightsError)):
+            if isinstance(error, (ServerError, StaleWeightsError)) and link.state is State.UP:
                 self._begin_recovery(link, error)
         if len(job.failed) >= self._settings.attempts:
             reasons = "; ".join(f"{i}. {reason}" for i, (_, reason) in enumerate(job.failed, 1))
@@ -272,26 +271,20 @@ class Pool:
         return True
 
     def _begin_recovery(self, link: Link, error: Exception | None) -> None:
-        if link.state in (State.UP, State.DOWN):
-            link.state = State.SUSPECT
-            self._recoveries.add(asyncio.ensure_future(self._recover(link, error)))
+        link.state = State.DOWN
+        self._recoveries.add(asyncio.ensure_future(self._recover(link, error)))
 
     async def _recover(self, link: Link, error: Exception | None) -> None:
-        """Find out whether the server serves on; if not, bring it back, or give it up."""
-        link.state = State.SUSPECT
+        """Find out whether the server serves on; if not, bring it back, or give it up. Interrupted, it stays down."""
         if error is not None:
             link.reason = str(error)
-        try:
-            if not await self._serves_on(link, error):
-                for task in link.tasks:
-                    task.cancel()
-                while not await self._restart(link):
-                    if not link.server.managed or link.restarts >= self._settings.max_restarts:
-                        self._give_up(link)
-                        return
-        except asyncio.CancelledError:
-            link.state = State.DOWN
-            raise
+        if not await self._serves_on(link, error):
+            for task in link.tasks:
+                task.cancel()
+            while not await self._restart(link):
+                if not self._may_restart(link):
+                    self._give_up(link)
+                    return
         link.state = State.UP
 
     async def _serves_on(self, link: Link, error: Exception | None) -> bool:
@@ -307,15 +300,15 @@ class Pool:
 
     async def _restart(self, link: Link) -> bool:
         """Whether one attempt to start it again brought it back."""
-        if not link.server.managed or link.restarts >= self._settings.max_restarts:
-            return False
-        link.restarts += 1
-        self.faults["restarts"] += 1
-        logger.warning("%s is dead (%s): starting it again", link.url, link.reason)
+        if link.restarting is None:
+            if not self._may_restart(link):
+                return False
+            link.restarts += 1
+            self.faults["restarts"] += 1
+            logger.warning("%s is dead (%s): starting it again", link.url, link.reason)
+            # A thread cannot be interrupted: if this task is, the next one waits for the same start.
+            link.restarting = asyncio.get_running_loop().run_in_executor(None, link.server.restart)
         try:
-            # A thread cannot be interrupted: if this task is, the next attempt waits for the same start.
-            if link.restarting is None:
-                link.restarting = asyncio.get_running_loop().run_in_executor(None, link.server.restart)
             await asyncio.shield(link.restarting)
         except (EngineError, OSError) as error:
             link.reason = f"cannot be started again: {error}"
@@ -324,6 +317,9 @@ class Pool:
             if link.restarting is not None and link.restarting.done():
                 link.restarting = None
         return await self._prepared(link)
+
+    def _may_restart(self, link: Link) -> bool:
+        return link.server.managed and link.restarts < self._settings.max_restarts
 
     async def _prepared(self, link: Link) -> bool:
         link.generation += 1

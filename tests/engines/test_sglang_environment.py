@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import setup_sglang
 
-from miles_dmd2.engines import sglang_python
-from miles_dmd2.engines.sglang_python import ENTRY_POINTS, TESTED, check_version, write_plugin
+from miles_dmd2.engines.sglang import environment
+from miles_dmd2.engines.sglang.environment import ENTRY_POINTS, TESTED, check_version, write_plugin
 from tests.engines.engine_stand_in import make_engine
 
 ROOT = Path(__file__).parents[2]
@@ -80,7 +80,7 @@ def test_one_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     file = tmp_path / "slow"
     file.write_text("#!/bin/sh\nexec sleep 60\n")
     file.chmod(0o755)
-    monkeypatch.setattr(sglang_python, "_ASK_SECONDS", 0.3)
+    monkeypatch.setattr(environment, "_ASK_SECONDS", 0.3)
     assert "does not answer within 0.3 s" in refusal(file)
 
 

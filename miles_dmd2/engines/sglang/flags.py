@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from miles_dmd2.engines.sglang_python import engine_environment
+from miles_dmd2.engines.sglang.environment import engine_environment
 
 _FOLDERS = ("multimodal_gen/runtime/server_args", "multimodal_gen/configs/pipeline_configs")
 _FLAG = re.compile(r'f?"--(?:\{prefix_with_dot\})?([a-z][a-z0-9_-]*\.?)"')  # as they stand in argparse's calls

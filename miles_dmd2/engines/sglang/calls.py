@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from miles_dmd2.engines.base import PROBE_TOLERANCE, EngineError, check_probe
-from miles_dmd2.engines.sglang_client import Link, SGLangSettings
-from miles_dmd2.engines.sglang_http import FailedError, RefusedError, ServerError, Transport
-from miles_dmd2.engines.sglang_plugin.protocol import DIGEST_HEADER, body_digest
-from miles_dmd2.engines.sglang_weights import MODULE, Push, bodies, check_report
-from miles_dmd2.engines.sglang_wire import (
+from miles_dmd2.engines.sglang.http import FailedError, RefusedError, ServerError, Transport
+from miles_dmd2.engines.sglang.pool import Link, SGLangSettings
+from miles_dmd2.engines.sglang.weights import MODULE, Push, bodies, check_report
+from miles_dmd2.engines.sglang.wire import (
     Ask,
     Capabilities,
     WireError,
@@ -28,6 +27,7 @@ from miles_dmd2.engines.sglang_wire import (
     read_capabilities,
     rollout_body,
 )
+from miles_dmd2.engines.sglang_plugin.protocol import DIGEST_HEADER, body_digest
 from miles_dmd2.models.base import ModelAdapter
 
 logger = logging.getLogger(__name__)

@@ -28,8 +28,8 @@ from torch.multiprocessing import reductions
 
 from miles_dmd2.config.sglang import SHARED_MEMORY
 from miles_dmd2.engines.base import EngineError
+from miles_dmd2.engines.sglang.wire import WireError
 from miles_dmd2.engines.sglang_plugin.protocol import tensor_digest, weights_digest
-from miles_dmd2.engines.sglang_wire import WireError
 from miles_dmd2.types import WeightUpdate
 
 MODULE = "transformer"

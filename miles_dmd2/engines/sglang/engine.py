@@ -1,7 +1,7 @@
 """The SGLang engine: `RolloutEngine` over one or more SGLang diffusion servers.
 
 The facade is synchronous and has one event loop for its life, so that connections persist. A server that dies is
-started again, gets the weights that are served, proves them, and takes requests again; see `sglang_client`. No sample
+started again, gets the weights that are served, proves them, and takes requests again; see `pool`. No sample
 comes from other weights than those loaded last: every reply names its weights' digest.
 """
 
@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from miles_dmd2.engines.base import EngineError, RolloutEngine, check_requests, check_samples, check_update
-from miles_dmd2.engines.sglang_calls import Calls
-from miles_dmd2.engines.sglang_client import Job, Link, Pool, SGLangSettings, State
-from miles_dmd2.engines.sglang_http import Transport
-from miles_dmd2.engines.sglang_server import Server
-from miles_dmd2.engines.sglang_weights import Push, WeightStore, in_memory, on_disk
-from miles_dmd2.engines.sglang_wire import Answer, Ask, check_servable, parse_conditioning, parse_rollout
+from miles_dmd2.engines.sglang.calls import Calls
+from miles_dmd2.engines.sglang.http import Transport
+from miles_dmd2.engines.sglang.pool import Job, Link, Pool, SGLangSettings, State
+from miles_dmd2.engines.sglang.server import Server
+from miles_dmd2.engines.sglang.weights import Push, WeightStore, in_memory, on_disk
+from miles_dmd2.engines.sglang.wire import Answer, Ask, check_servable, parse_conditioning, parse_rollout
 from miles_dmd2.models.base import ModelAdapter
 from miles_dmd2.models.weights import safetensors_shapes
 from miles_dmd2.types import Conditioning, RolloutRequest, RolloutSample, WeightUpdate, WeightVersion

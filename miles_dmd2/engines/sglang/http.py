@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from miles_dmd2.engines.sglang_wire import error_text
+from miles_dmd2.engines.sglang.wire import error_text
 
 MAX_REPLY = 1 << 32  # bytes; one msgpack string can hold no more
 KEEP_ALIVE = 3.0  # seconds; the server closes idle connections after 5, and a request may meet that moment
