@@ -3,7 +3,7 @@
 #   PYTHON=python3.12     the Python that makes .venv (3.11 to 3.14; default python3)
 #   TORCH_INDEX=URL       where torch alone comes from; default: wherever pip is told to look. On Linux PyPI's torch is
 #                         the CUDA build, gigabytes; https://download.pytorch.org/whl/cpu has the small CPU build
-#   ARGS="..."            further arguments for demo, demo-full, test, test-fast and test-sglang
+#   ARGS="..."            further arguments for demo, demo-full, test, test-fast, test-sglang, kill-matrix and soak
 #   MILES_DMD2_CACHE=DIR  where setup-sglang keeps SGLang's environment (default ~/.cache/miles_dmd2)
 
 PYTHON ?= python3
@@ -18,7 +18,7 @@ unexport PYTHONPATH
 unexport PYTHONHOME
 unexport VIRTUAL_ENV
 
-.PHONY: help setup lint pytest test test-fast setup-sglang test-sglang demo demo-full clean distclean
+.PHONY: help setup lint pytest test test-fast setup-sglang test-sglang kill-matrix soak demo demo-full clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -48,6 +48,12 @@ setup-sglang: setup ## make SGLang's own environment, once for all checkouts: 7 
 test-sglang: setup ## the tests against a real SGLang server; makes its environment first
 	@engine="$$("$(VENV_PYTHON)" scripts/setup_sglang.py)" && \
 	  MILES_DMD2_SGLANG_PYTHON="$$engine" "$(VENV_PYTHON)" -m pytest tests/sglang $(ARGS)
+
+kill-matrix: setup ## SIGKILL every process in every phase, and check that runs end with the same bits: half an hour
+	"$(VENV_PYTHON)" -m tests.faults.kill_matrix --log docs/results/kill_matrix.txt $(ARGS)
+
+soak: setup ## 50 kills at random moments (ARGS="--kills N --seed S"): an hour
+	"$(VENV_PYTHON)" -m tests.faults.kill_matrix --soak --log docs/results/soak.txt $(ARGS)
 
 demo: setup ## distil the digits teacher into a few-step student: minutes, on a CPU
 	"$(VENV_PYTHON)" recipes/digits/run.py --steps 1 $(ARGS)

@@ -8,15 +8,24 @@ import os
 import platform
 import shlex
 import shutil
-import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from miles_dmd2.checkpointing import CheckpointError, IntervalCheckpoints, Manifest, package_versions, read_manifest
+from miles_dmd2.checkpointing import (
+    CheckpointError,
+    Continued,
+    IntervalCheckpoints,
+    Manifest,
+    Retention,
+    RunFacts,
+    continue_from,
+    prompts_hash,
+    sweep,
+)
+from miles_dmd2.checkpointing.manifest import schedule_facts
 from miles_dmd2.config import (
     Config,
     ConfigError,
@@ -28,19 +37,22 @@ from miles_dmd2.config import (
     parse,
     plan_yaml,
     render_plan,
-    resume_conflicts,
     student_clock,
 )
+from miles_dmd2.config.environment import check_environment
 from miles_dmd2.data.latents import check_latents, read_latents
 from miles_dmd2.data.prompts import load_prompts
 from miles_dmd2.data.requests import TrainingRequests, eval_requests, explicit_grid, grid
 from miles_dmd2.evaluation import FixedEvaluation, NoEvaluation
 from miles_dmd2.models.registry import known_pipeline_classes
 from miles_dmd2.observability import RunError, Sink, SinkGroup, logger
+from miles_dmd2.run_directory import in_use
 from miles_dmd2.sinks.console import ConsoleSink
 from miles_dmd2.sinks.jsonl import JsonlSink
+from miles_dmd2.sinks.status import StatusSink
 from miles_dmd2.sinks.summary import summary
 from miles_dmd2.sinks.wandb import WandbSink
+from miles_dmd2.stopping import StopRequest
 
 if TYPE_CHECKING:
     from miles_dmd2.models.base import ModelAdapter
@@ -52,17 +64,18 @@ FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line. Returns the exit code: 0, 1 (the run failed), 2 (bad input) or 130 (interrupted)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    with _interrupt_on_sigterm():
+    stop = StopRequest()
+    with stop.listening():
         try:
             parsed = parse(arguments)
             config, trainers = parsed.config, parsed.trainers
             plan = build_plan(config, trainers)
-            manifest = check(config, trainers)
+            continued = check(config, trainers)
             if parsed.dry_run:
                 print(plan_yaml(config, plan), end="")
                 return 0
             print(render_plan(plan), flush=True)
-            for note in machine_notes(manifest, config):
+            for note in continued.notes if continued else ():
                 print(f"  note: {note}", flush=True)
         except (ConfigError, CheckpointError) as error:
             print(f"error: {error}", file=sys.stderr)
@@ -70,10 +83,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             print("\nstopped before anything was started", file=sys.stderr)
             return INTERRUPTED
-        return run(config, trainers, plan, manifest, arguments)
+        return run(config, trainers, plan, continued.manifest if continued else None, arguments, stop)
 
 
-def check(config: Config, trainers: Sequence[TrainerSpec]) -> Manifest | None:
+def check(config: Config, trainers: Sequence[TrainerSpec]) -> Continued | None:
     """All that can be known before a process starts. Returns the checkpoint to continue from, None for a new run."""
     known = known_pipeline_classes()
     checks.check_checkpoint(config.model.hf_checkpoint, known)
@@ -90,37 +103,27 @@ def check(config: Config, trainers: Sequence[TrainerSpec]) -> Manifest | None:
     adapter = _check_canvas(config, prompts)
     if config.rollout.rollout_engine == "sglang":
         _check_sglang(config, adapter)
+    check_environment(config, checks.parameter_count(config.model.hf_checkpoint / "transformer"))
     if config.run.load is None:
         return None
-    manifest = read_manifest(checks.find_checkpoint(config.run.load))
-    conflicts = resume_conflicts(manifest.config, config)
-    if conflicts:
-        differing = "; ".join(conflicts)
-        raise ConfigError(f"--load {manifest.directory}: {differing}; use the values of the run it continues")
-    if manifest.rollout > config.rollout.num_rollout:
-        raise ConfigError(
-            f"--num-rollout {config.rollout.num_rollout}: --load {manifest.directory} has {manifest.rollout} rollouts "
-            f"already; use {manifest.rollout} or more"
-        )
-    newer = [step.name for step in sorted(config.save_dir.glob("step_*")) if _step(step) > manifest.rollout]
-    if newer:
-        raise ConfigError(
-            f"--load {manifest.directory}: --save {config.save_dir} holds later checkpoints ({', '.join(newer[:3])}), "
-            "which this run would write again; move them away, or give a new --run-dir"
-        )
-    return manifest
+    roles = {spec.name: spec.role for spec in trainers}
+    return continue_from(config.run.load, config, roles, run_facts(config, trainers))
 
 
-def machine_notes(manifest: Manifest | None, config: Config) -> list[str]:
-    """What makes the bits of a resumed run differ from those of an uninterrupted one."""
-    if manifest is None:
-        return []
-    now = {**package_versions(), **machine_facts(config)}
-    return [
-        f"the checkpoint was written with {name} {before}, this is {now.get(name, 'nothing')}: bits may differ"
-        for name, before in manifest.versions.items()
-        if now.get(name) != before
-    ]
+def run_facts(config: Config, trainers: Sequence[TrainerSpec]) -> RunFacts:
+    """What a checkpoint says of this run beside its options."""
+    prompts = load_prompts(config.rollout.prompt_data)
+    return RunFacts(
+        seed=config.run.seed,
+        rollout_seed=config.rollout_seed,
+        prompts=len(prompts),
+        prompts_sha256=prompts_hash(prompts),
+        prompts_per_rollout=config.rollout.rollout_batch_size,
+        samples_per_rollout=config.samples_per_rollout,
+        ema_decay=config.algorithm.student_ema_decay,
+        schedules={spec.name: schedule_facts(spec) for spec in trainers},
+        machine=machine_facts(config),
+    )
 
 
 def machine_facts(config: Config) -> dict[str, str]:
@@ -129,13 +132,19 @@ def machine_facts(config: Config) -> dict[str, str]:
 
 
 def run(
-    config: Config, trainers: Sequence[TrainerSpec], plan: Plan, manifest: Manifest | None, arguments: Sequence[str]
+    config: Config,
+    trainers: Sequence[TrainerSpec],
+    plan: Plan,
+    manifest: Manifest | None,
+    arguments: Sequence[str],
+    stop: StopRequest,
 ) -> int:
     """Train, export the student, write the summary. Whatever happens, no process of the run is left."""
     run_dir = config.run.run_dir
     try:
-        with _log_file(run_dir / "logs" / "driver.log"):
-            train_and_export(config, trainers, plan, manifest, arguments)
+        held = in_use([("--run-dir", run_dir), ("--save", config.save_dir)])
+        with held, _log_file(run_dir / "logs" / "driver.log"):
+            train_and_export(config, trainers, plan, manifest, arguments, stop)
     except KeyboardInterrupt:
         print(f"\nstopped. {how_to_go_on(config, arguments)}", file=sys.stderr)
         return INTERRUPTED
@@ -151,7 +160,12 @@ def run(
 
 
 def train_and_export(
-    config: Config, trainers: Sequence[TrainerSpec], plan: Plan, manifest: Manifest | None, arguments: Sequence[str]
+    config: Config,
+    trainers: Sequence[TrainerSpec],
+    plan: Plan,
+    manifest: Manifest | None,
+    arguments: Sequence[str],
+    stop: StopRequest,
 ) -> None:
     from miles_dmd2.cluster.launch import launch
     from miles_dmd2.cluster.runtime import fetch
@@ -160,8 +174,16 @@ def train_and_export(
 
     run_dir, rollouts = config.run.run_dir, config.rollout.num_rollout
     start = manifest.rollout if manifest else 0
+    sweep(config.save_dir)
+    retention = Retention(config.save_dir, config.run.keep_last, config.run.keep_best, config.run.keep_best_mode)
     checkpoints = IntervalCheckpoints(
-        config.save_dir, config.run.save_interval, rollouts, config.run.seed, options(config), machine_facts(config)
+        config.save_dir,
+        config.run.save_interval,
+        rollouts,
+        options(config),
+        run_facts(config, trainers),
+        start=start,
+        retention=retention,
     )
     with launch(config, trainers, manifest) as (engines, groups):
         write_json(run_dir / "run.json", {"options": options(config), "arguments": list(arguments)})
@@ -170,9 +192,10 @@ def train_and_export(
             training_requests(config, trainers, plan),
             engines,
             groups,
-            evaluation(config),
+            evaluation(config, retention),
             checkpoints,
             sinks(config, start),
+            stop,
             student_clock(config, trainers),
         )
         adapter = build_adapter(config.model.hf_checkpoint, config.model.diffusion_height, config.model.diffusion_width)
@@ -213,7 +236,7 @@ def student_sampling(config: Config) -> StudentSampling:
     return StudentSampling(student_grid(config), shift, config.algorithm.dmd2_student_sample_type)
 
 
-def evaluation(config: Config) -> FixedEvaluation | NoEvaluation:
+def evaluation(config: Config, retention: Retention) -> FixedEvaluation | NoEvaluation:
     section = config.evaluation
     if section.eval_prompt_data is None:
         return NoEvaluation()
@@ -224,14 +247,17 @@ def evaluation(config: Config) -> FixedEvaluation | NoEvaluation:
         config.rollout_seed,
         config.algorithm.dmd2_student_sample_type,
     )
-    return FixedEvaluation(requests, interval=config.eval_every, last=config.rollout.num_rollout)
+    return FixedEvaluation(
+        requests, interval=config.eval_every, last=config.rollout.num_rollout, watch=retention.evaluated
+    )
 
 
 def sinks(config: Config, start: int) -> SinkGroup:
-    """The metrics file always; a terminal's progress; wandb when asked for."""
+    """The metrics file and the status always; a terminal's progress; wandb when asked for."""
     run = config.run
     chosen: list[Sink] = [
         JsonlSink(run.run_dir / "metrics.jsonl", keep_below=start),
+        StatusSink(run.run_dir / "status.json"),
         ConsoleSink(start, config.rollout.num_rollout),
     ]
     if run.use_wandb:
@@ -326,11 +352,6 @@ def _check_sglang(config: Config, adapter: ModelAdapter) -> None:
         raise ConfigError(str(error)) from error
 
 
-def _step(directory: Path) -> int:
-    number = directory.name.removeprefix("step_")
-    return int(number) if number.isdigit() else 0
-
-
 @contextmanager
 def _log_file(path: Path) -> Iterator[None]:
     """The driver's log: failures with their tracebacks."""
@@ -346,20 +367,6 @@ def _log_file(path: Path) -> Iterator[None]:
     finally:
         logger.removeHandler(handler)
         handler.close()
-
-
-@contextmanager
-def _interrupt_on_sigterm() -> Iterator[None]:
-    """A polite kill ends a run as Ctrl-C does."""
-
-    def interrupt(_signal: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 if __name__ == "__main__":

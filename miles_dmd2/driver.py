@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from miles_dmd2.config.clock import EVERY_ROLLOUT, StudentClock
 from miles_dmd2.observability import PhaseClock, Sink, logger
+from miles_dmd2.stopping import StopRequest
 from miles_dmd2.types import (
     Engines,
     RolloutBatch,
@@ -47,6 +49,7 @@ def train(
     evaluation: Evaluation,
     checkpoints: Checkpoints,
     sink: Sink,
+    stop: StopRequest,
     student_clock: StudentClock = EVERY_ROLLOUT,
 ) -> Weights:
     """Run `rollouts`, evaluate the last student, return its weights, and leave nothing running, whatever happens.
@@ -55,45 +58,50 @@ def train(
     weights before the first sample; a group sleeps right after its own train step; what a group hands over reaches
     every later group (DMD2, arXiv 2405.14867, algorithm 1, with the roles in processes of their own). The actor trains
     on the rollouts that `student_clock` names; on the others its weights stay, and so does all that counts its steps.
-    When the engines fail the groups are asleep between two rollouts: what is done so far becomes a checkpoint before
-    the error goes on.
+
+    A first request to stop abandons sync, eval and generation and waits for the end of training, so it comes between
+    two rollouts, as the failure of engines does: what is done so far becomes a checkpoint before either goes on, the
+    request as KeyboardInterrupt. Nothing is saved when a group fails in its step, nor on a second request.
     """
     clock = PhaseClock(sink)
     with ExitStack() as stack:
         for part in (sink.close, engines.dispose, *(group.dispose for group in groups)):
             stack.callback(part)
-        weights = _export(groups, clock, rollouts.start)
-        saved = True  # the state at the start is that of the checkpoint which the run continues, or nothing
-        for rollout_id in rollouts:
-            with _kept(None if saved else rollout_id, checkpoints, groups), awake(engines):
-                metrics = _sync(engines, weights, clock, rollout_id)
-                if evaluation.due(rollout_id):
-                    metrics |= _evaluate(evaluation, engines, weights, clock, rollout_id)
-                with clock(rollout_id, "generate"):
-                    batch = _generate(engines, source(rollout_id), rollout_id, weights, student_clock.due(rollout_id))
-                metrics |= {f"rollout/{key}": value for key, value in engines.metrics().items()}
-            external: dict[str, tuple[Any, ...]] = {}
-            for group in groups:
-                if group.role == "actor" and not batch.student_step:
-                    continue
-                with clock(rollout_id, group.name), awake(group):
-                    result = group.train(batch, external)
-                    if group.role == "actor":
-                        weights = group.export_weights()
-                external[group.name] = result.external
-                metrics |= _prefixed(group.name, result)
-            completed = rollout_id + 1
-            saved = checkpoints.due(completed)
-            if saved:
-                with clock(rollout_id, "save"):
-                    checkpoints(completed, groups)
-            sink.metrics(rollout_id, metrics | clock.take())
-            del batch, external, result  # the object store may drop them before the next rollout is generated
-        if evaluation.due(rollouts.stop):
-            with awake(engines):
-                metrics = _sync(engines, weights, clock, rollouts.stop)
-                metrics |= _evaluate(evaluation, engines, weights, clock, rollouts.stop)
-            sink.metrics(rollouts.stop, metrics | clock.take())
+        done = _Done(rollouts.start)
+        with _kept(done, checkpoints, groups, stop):
+            weights = _export(groups, clock, rollouts.start)
+            for rollout_id in rollouts:
+                with awake(engines):
+                    metrics = _sync(engines, weights, clock, rollout_id)
+                    if evaluation.due(rollout_id):
+                        metrics |= _evaluate(evaluation, engines, weights, clock, rollout_id)
+                    with clock(rollout_id, "generate"):
+                        learns = student_clock.due(rollout_id)
+                        batch = _generate(engines, source(rollout_id), rollout_id, weights, learns)
+                    metrics |= {f"rollout/{key}": value for key, value in engines.metrics().items()}
+                with stop.deferred():
+                    with done.one_more():
+                        external: dict[str, tuple[Any, ...]] = {}
+                        for group in groups:
+                            if group.role == "actor" and not batch.student_step:
+                                continue
+                            with clock(rollout_id, group.name), awake(group):
+                                result = group.train(batch, external)
+                                if group.role == "actor":
+                                    weights = group.export_weights()
+                            external[group.name] = result.external
+                            metrics |= _prefixed(group.name, result)
+                    if checkpoints.due(done.rollouts):
+                        done.saved = True  # or failed to be: there is no second try
+                        with clock(rollout_id, "save"):
+                            checkpoints(done.rollouts, groups)
+                    sink.metrics(rollout_id, metrics | clock.take())
+                    del batch, external, result  # the object store may drop them before the next rollout is generated
+            if evaluation.due(rollouts.stop):
+                with awake(engines):
+                    metrics = _sync(engines, weights, clock, rollouts.stop)
+                    metrics |= _evaluate(evaluation, engines, weights, clock, rollouts.stop)
+                sink.metrics(rollouts.stop, metrics | clock.take())
     return weights
 
 
@@ -111,21 +119,43 @@ class awake:
             self._member.sleep()
 
 
-@contextmanager
-def _kept(completed: int | None, checkpoints: Checkpoints, groups: Sequence[TrainerGroup]) -> Iterator[None]:
-    """Save the state after `completed` rollouts (None: there is nothing to save) if the block fails.
+@dataclass
+class _Done:
+    """What the groups hold: `whole` rollouts, or something in between. `saved`: there is nothing to make of it."""
 
-    A save that fails as well is logged: the block's error is the one to tell. Not for an interrupt, which cannot wait.
+    rollouts: int
+    whole: bool = True
+    saved: bool = True  # at the start it is the checkpoint which the run continues, or nothing
+
+    @contextmanager
+    def one_more(self) -> Iterator[None]:
+        """Training on one rollout; a block that fails leaves the groups in between."""
+        self.whole = False
+        yield
+        self.rollouts, self.whole, self.saved = self.rollouts + 1, True, False
+
+
+@contextmanager
+def _kept(done: _Done, checkpoints: Checkpoints, groups: Sequence[TrainerGroup], stop: StopRequest) -> Iterator[None]:
+    """Save what is done, if it is whole and not saved yet, when the block fails or is asked to stop.
+
+    After a request to stop, a save that fails is the error to tell. After a failure it is logged, the failure goes on,
+    and a request waits for the save.
     """
     try:
         yield
-    except Exception as error:
-        if completed is not None:
-            logger.warning("the engines failed (%s): saving the %d rollouts done", error, completed)
+    except (Exception, KeyboardInterrupt) as error:
+        if done.saved or not done.whole or stop.insisted:
+            raise
+        if isinstance(error, KeyboardInterrupt):
+            checkpoints(done.rollouts, groups)
+            raise
+        logger.warning("%s: saving the %d rollouts done", error, done.rollouts)
+        with stop.deferred():
             try:
-                checkpoints(completed, groups)
+                checkpoints(done.rollouts, groups)
             except Exception:
-                logger.exception("the checkpoint after %d rollouts failed as well", completed)
+                logger.exception("the checkpoint after %d rollouts failed as well", done.rollouts)
         raise
 
 

@@ -19,6 +19,7 @@ from miles_dmd2.driver import train
 from miles_dmd2.engines.local import LocalEngine
 from miles_dmd2.evaluation import NoEvaluation
 from miles_dmd2.models.base import Components
+from miles_dmd2.stopping import StopRequest
 from miles_dmd2.training import ActorTrainer, CriticTrainer, Ranks
 from miles_dmd2.types import (
     Chunk,
@@ -211,9 +212,8 @@ def run(
     source = train_diffusion.training_requests(config, trainers, build_plan(config, trainers))
     sink, checkpoints = Rows(), Checkpoints(directory, save_at)
     rollouts = range(start, config.rollout.num_rollout)
-    exported = train(
-        rollouts, source, engines, groups, NoEvaluation(), checkpoints, sink, student_clock(config, trainers)
-    )
+    clock = student_clock(config, trainers)
+    exported = train(rollouts, source, engines, groups, NoEvaluation(), checkpoints, sink, StopRequest(), clock)
     weights = {f"{kind}/{name}": value for kind, update in exported.items() for name, value in update.payload.items()}
     critic = groups[0].trainer
     critic.wake()

@@ -8,6 +8,7 @@ from typing import Any
 
 import ray
 
+from miles_dmd2.cluster.failures import introduce
 from miles_dmd2.cluster.placement import Placement
 from miles_dmd2.cluster.process import dtype_of, load_function, set_up
 from miles_dmd2.cluster.runtime import wait
@@ -140,6 +141,8 @@ class RayEngineGroup:
         worker = ray.remote(EngineWorker)
         clients = count if settings.servers is None else 1
         actors = [worker.options(**placement.options(i)).remote(i, settings, server_workers) for i in range(clients)]
+        for i, actor in enumerate(actors):
+            introduce(actor, f"engine_{i}", settings.worker.log_directory)
         close_timeout = 0.0 if settings.servers is None else _CLOSE_SECONDS
         return cls(actors, start_timeout, phase_timeout, close_timeout=close_timeout)
 

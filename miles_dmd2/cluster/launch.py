@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from miles_dmd2.checkpointing import CheckpointError, Manifest
+from miles_dmd2.checkpointing import Manifest
 from miles_dmd2.cluster.engine_group import RayEngineGroup
 from miles_dmd2.cluster.placement import place
 from miles_dmd2.cluster.runtime import ray_session
@@ -30,7 +31,7 @@ def launch(
     """
     cluster = config.cluster
     worker = worker_settings(config)
-    with ray_session(cluster.ray_address, config.devices_per_node, cluster.device):
+    with ray_session(cluster.ray_address, config.devices_per_node, cluster.device, cluster.connect_timeout):
         placement = place(
             cluster.actor_num_nodes, cluster.actor_num_gpus_per_node, cluster.device, config.start_timeout
         )
@@ -77,6 +78,7 @@ def worker_settings(config: Config) -> WorkerSettings:
         single_node=cluster.actor_num_nodes == 1,
         log_directory=(config.run.run_dir / "logs").resolve(),
         python_path=tuple(entry or str(Path.cwd()) for entry in sys.path),
+        driver_pid=os.getpid() if cluster.ray_address is None else None,
     )
 
 
@@ -87,9 +89,9 @@ def engine_settings(config: Config, worker: WorkerSettings) -> EngineSettings:
         batch_size=config.rollout.rollout_engine_batch_size,
         eval_metrics=_absolute(config.evaluation.eval_metrics_path),
         media_directory=(config.run.run_dir / "eval").resolve(),
-        latents=config.algorithm.dmd2_latents.resolve() if config.algorithm.dmd2_latents else None,
         client=client_settings(config) if sglang else None,
         servers=server_settings(config) if sglang else None,
+        latents=config.algorithm.dmd2_latents.resolve() if config.algorithm.dmd2_latents else None,
     )
 
 
@@ -151,21 +153,15 @@ def trainer_job(config: Config, spec: TrainerSpec, worker: WorkerSettings) -> Tr
         student_ema_start=algorithm.student_ema_start,
         max_skipped_steps=config.run.max_skipped_steps,
         max_x0_drift=config.max_x0_drift,
+        bad_batch_directory=(config.run.run_dir / "bad_batches").resolve() if config.run.dump_bad_batch else None,
         start_timeout=config.start_timeout,
         collective_timeout=config.cluster.phase_timeout,
     )
 
 
 def saved_state(manifest: Manifest | None, group: RayTrainerGroup) -> SavedState | None:
-    """This group's part of a checkpoint. CheckpointError: it has none, or of another number of ranks."""
+    """This group's part of a checkpoint, whose groups are known to be this run's."""
     if manifest is None:
         return None
-    saved = manifest.groups.get(group.name)
-    if saved is None:
-        raise CheckpointError(f"{manifest.directory} holds no group {group.name}, only {', '.join(manifest.groups)}")
-    if saved.world_size != group.world_size:
-        raise CheckpointError(
-            f"{manifest.directory}: group {group.name} was saved by {saved.world_size} ranks and now has "
-            f"{group.world_size}; resume needs the same number"
-        )
-    return SavedState(manifest.directory.resolve(), saved.counters)
+    saved = manifest.groups[group.name]
+    return SavedState(manifest.directory.resolve(), saved.counters, saved.world_size)

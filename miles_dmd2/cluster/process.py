@@ -6,7 +6,9 @@ import importlib
 import importlib.util
 import logging
 import os
+import select
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,8 @@ def set_up(name: str, settings: WorkerSettings) -> ModelAdapter:
 
     Ray sets OMP_NUM_THREADS=1 for fractional CPUs, so threads are set here, in the process that computes.
     """
+    if settings.driver_pid is not None:
+        end_with(settings.driver_pid)
     torch.set_num_threads(settings.threads)
     sys.path.extend(entry for entry in settings.python_path if entry not in sys.path)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -37,6 +41,24 @@ def set_up(name: str, settings: WorkerSettings) -> ModelAdapter:
     logger.setLevel(logging.INFO)
     logger.info("pid %d, torch %s, %d threads", os.getpid(), torch.__version__, settings.threads)
     return build_adapter(settings.checkpoint, settings.height, settings.width)
+
+
+def end_with(pid: int) -> None:
+    """This process ends as soon as that one does. Ray alone notices a killed driver after seconds, or minutes on a busy
+    machine, in which a worker may go on writing to what the next run has begun to use.
+    """
+    try:
+        watched = os.pidfd_open(pid)
+    except ProcessLookupError:
+        os._exit(1)
+
+    def watch() -> None:
+        poll = select.poll()
+        poll.register(watched, select.POLLIN)
+        poll.poll()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="end_with_driver", daemon=True).start()
 
 
 def dtype_of(name: str) -> torch.dtype:

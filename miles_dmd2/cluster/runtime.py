@@ -19,23 +19,24 @@ os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 starves a run besi
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # keeps CUDA_VISIBLE_DEVICES as the user set it
 
 import ray
+from ray._private import ray_constants
 from torch import Tensor
 
+from miles_dmd2.cluster.failures import late, root_cause, summary_of, told
 from miles_dmd2.cluster.wire import unpack_tensors
 from miles_dmd2.config import ConfigError
+from miles_dmd2.config.environment import SESSION_ROOT
 from miles_dmd2.observability import RunError
 from miles_dmd2.types import WeightUpdate
 
 _SESSION_PREFIX = "md2-ray-"
 _LOCK = "driver.lock"
-_CONNECT_SECONDS = 10.0
-_LONGEST_LINE = 1000  # characters of an error on the terminal; all of it is in the log
 
 logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def ray_session(address: str | None, devices: int, device: str) -> Iterator[None]:
+def ray_session(address: str | None, devices: int, device: str, connect_timeout: float = 10.0) -> Iterator[None]:
     """A Ray to run in: `address` joins a running cluster, None starts one on this host with that many devices.
 
     A rank's device is one unit of Ray's `CPU` (device cpu) or `GPU` (device cuda). No `runtime_env`: with it Ray 2.60
@@ -45,7 +46,7 @@ def ray_session(address: str | None, devices: int, device: str) -> Iterator[None
     if ray.is_initialized():
         raise RunError("Ray is already running in this process; start a run from a process of its own")
     if address is not None:
-        _check_reachable(address)
+        _check_reachable(address, connect_timeout)
         _init(address=address)
         try:
             yield
@@ -53,18 +54,18 @@ def ray_session(address: str | None, devices: int, device: str) -> Iterator[None
             ray.shutdown()
         return
     _sweep_left_over_sessions()
-    session = tempfile.mkdtemp(prefix=f"{_SESSION_PREFIX}{os.getpid()}-", dir="/tmp")
+    session = tempfile.mkdtemp(prefix=f"{_SESSION_PREFIX}{os.getpid()}-", dir=SESSION_ROOT)
     lock = (Path(session) / _LOCK).open("w")
     fcntl.flock(lock, fcntl.LOCK_EX)
     try:
-        _init(
-            address="local",
-            num_cpus=max(devices, 1),
-            num_gpus=devices if device == "cuda" else 0,
-            include_dashboard=False,
-            _temp_dir=session,
-            _node_ip_address="127.0.0.1",  # Ray would listen on the host's address
-        )
+        with _on_loopback():
+            _init(
+                address="local",
+                num_cpus=max(devices, 1),
+                num_gpus=devices if device == "cuda" else 0,
+                include_dashboard=False,
+                _temp_dir=f"{session}/r",  # Ray opens its directory to everybody, so it is inside of a private one
+            )
         yield
     finally:
         ray.shutdown()
@@ -72,13 +73,33 @@ def ray_session(address: str | None, devices: int, device: str) -> Iterator[None
         lock.close()
 
 
-def _check_reachable(address: str) -> None:
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """A Ray started in this block listens on 127.0.0.1 alone, as it does on macOS; on Linux it would on every address.
+
+    `_node_ip_address` does not help: Ray replaces a loopback address by the host's (2.60). Processes that Ray starts
+    read the variable, this one has read it when it imported Ray. tests/cluster/test_loopback.py looks at the sockets.
+    """
+    variable, before = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, ray_constants.ENABLE_RAY_CLUSTER
+    given = os.environ.get(variable)
+    os.environ[variable], ray_constants.ENABLE_RAY_CLUSTER = "0", False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+        if given is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = given
+
+
+def _check_reachable(address: str, timeout: float) -> None:
     """ConfigError if nobody listens at host:port: Ray itself goes on trying for minutes."""
     host, _, port = address.rpartition(":")
     if "://" in address or not host or not port.isdigit():
         return  # `auto`, or a form that Ray explains
     try:
-        socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
+        socket.create_connection((host, int(port)), timeout=timeout).close()
     except OSError as error:
         raise ConfigError(
             f"--ray-address {address}: no answer there ({error}); give host:port of a running cluster's head, or leave "
@@ -103,43 +124,26 @@ def _sweep_left_over_sessions() -> None:
 
     A living driver holds its session's lock, which no other container or user can fake or take.
     """
-    for path in Path("/tmp").glob(f"{_SESSION_PREFIX}*/{_LOCK}"):
+    for path in SESSION_ROOT.glob(f"{_SESSION_PREFIX}*/{_LOCK}"):
         with suppress(OSError), path.open("r") as lock:  # gone meanwhile, another user's, or in use
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path.parent, ignore_errors=True)
 
 
 def wait(refs: Sequence[Any], timeout: float, what: str) -> list[Any]:
-    """`ray.get` with a deadline; failures become one RunError that says what was waited for."""
+    """`ray.get` with a deadline. RunError, one line: what was waited for, which process failed and how, and its log."""
+    refs = list(refs)
     try:
-        return list(ray.get(list(refs), timeout=timeout))
+        return list(ray.get(refs, timeout=timeout))
     except ray.exceptions.GetTimeoutError as error:
-        raise RunError(f"{what}: no answer within {timeout:g} s (--phase-timeout, --start-timeout)") from error
-    except ray.exceptions.RayTaskError as error:
-        logger.error("%s failed:\n%s", what, error)  # with the worker's traceback
-        raise RunError(f"{what}: {_cause(error)}") from error
+        raise RunError(late(refs, timeout, what)) from error
     except ray.exceptions.RayError as error:
-        logger.error("%s failed:\n%s", what, error)
-        raise RunError(f"{what}: {summary_of(str(error))}") from error
+        ref, cause = root_cause(refs, error)
+        logger.error("%s failed:\n%s", what, cause)  # with the worker's traceback
+        raise RunError(f"{what}: {told(ref, cause)}") from error
 
 
 def fetch(update: WeightUpdate, timeout: float) -> dict[str, Tensor]:
     """The tensors of a weight update in this process."""
     (arrays,) = wait([update.payload], timeout, f"fetching the {update.version} weights")
     return unpack_tensors(arrays)
-
-
-def summary_of(text: str) -> str:
-    """Ray's own report in one line; where an actor's constructor failed, the error it failed with is the last one."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
-    return lines[-1] if "creation task" in lines[0] else lines[0]
-
-
-def _cause(error: ray.exceptions.RayTaskError) -> str:
-    cause = error.cause
-    text = f"{type(cause).__name__}: {cause}" if cause is not None else str(error)
-    lines = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
-    if len(lines) > 3:  # an engine's error carries the end of its server's log
-        lines = [*lines[:2], "...", lines[-1]]
-    line = " ".join(lines)
-    return line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]}..."

@@ -8,9 +8,10 @@ from typing import Any
 
 import ray
 
+from miles_dmd2.cluster.failures import introduce, summary_of
 from miles_dmd2.cluster.placement import Placement
 from miles_dmd2.cluster.process import set_up
-from miles_dmd2.cluster.runtime import summary_of, wait
+from miles_dmd2.cluster.runtime import wait
 from miles_dmd2.cluster.settings import EngineSettings, ServerSettings, WorkerSettings
 from miles_dmd2.engines.base import EngineError
 from miles_dmd2.engines.sglang.server import START_TRIES, ManagedServer, Server, SGLangLaunch
@@ -124,6 +125,8 @@ class ServerGroup:
             shell.options(**placement.options(i), max_concurrency=_THREADS).remote(i, settings.worker, servers)
             for i in range(count)
         ]
+        for i, actor in enumerate(workers):
+            introduce(actor, f"server_{i}", settings.worker.log_directory)
         return cls(workers, servers.start_timeout)
 
     def build(self) -> None:

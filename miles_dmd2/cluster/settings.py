@@ -16,7 +16,8 @@ class WorkerSettings:
     """Common to every worker.
 
     `threads`: torch threads. `log_directory`: one file per worker. `python_path`: the driver's, so that a worker finds
-    the modules that the driver finds. `single_node`: every process of the run is on one host.
+    the modules that the driver finds. `single_node`: every process of the run is on one host. `driver_pid`: of the
+    driver whose Ray this is, on this host; None on a cluster that outlives it.
     """
 
     checkpoint: Path
@@ -28,6 +29,7 @@ class WorkerSettings:
     single_node: bool
     log_directory: Path
     python_path: tuple[str, ...]
+    driver_pid: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +59,9 @@ class EngineSettings:
     batch_size: int
     eval_metrics: str | None
     media_directory: Path
-    latents: Path | None
     client: SGLangSettings | None = None
     servers: ServerSettings | None = None
+    latents: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +89,15 @@ class TrainerJob:
     student_ema_start: int
     max_skipped_steps: int
     max_x0_drift: float
+    bad_batch_directory: Path | None
     start_timeout: float
     collective_timeout: float
 
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """A group's part of a checkpoint."""
+    """A group's part of a checkpoint. `world_size`: ranks that wrote it."""
 
     directory: Path
     counters: Mapping[str, int]
+    world_size: int

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
 from torch import nn
 
-from miles_dmd2.algo import sample_score_sigma
 from miles_dmd2.checkpointing import merge_states
+from miles_dmd2.cluster.failures import introduce
 from miles_dmd2.cluster.placement import Placement
 from miles_dmd2.cluster.process import dtype_of, set_up
 from miles_dmd2.cluster.runtime import wait
@@ -79,7 +78,7 @@ class TrainerWorker:
         cond = None if uncond is None else unpack_tensors(uncond)
         self._trainer = build_trainer(self._job, self._adapter, ranks, cond)
         if saved is not None:
-            self._trainer.load(saved.directory, saved.counters)
+            self._trainer.load(saved.directory, saved.counters, saved.world_size)
         self._trainer.sleep()
 
     def wake(self) -> None:
@@ -146,6 +145,8 @@ class RayTrainerGroup:
         """Start rank i on the device of rank i, without waiting: see `build`."""
         worker = ray.remote(TrainerWorker)
         workers = [worker.options(**placement.options(rank)).remote(rank, job) for rank in range(job.spec.num_ranks)]
+        for rank, started in enumerate(workers):
+            introduce(started, f"{job.spec.name}_{rank}", job.worker.log_directory)
         return cls(job, workers, start_timeout, phase_timeout)
 
     @property
@@ -233,6 +234,7 @@ def _settings(job: TrainerJob) -> TrainerSettings:
         ),
         micro_batch_size=spec.micro_batch_size,
         forward_dtype=dtype_of(job.worker.forward_dtype),
+        bad_batch_directory=job.bad_batch_directory,
     )
 
 
@@ -268,15 +270,7 @@ def build_trainer(
 
 def _score_sigma(job: TrainerJob) -> ScoreSigma:
     (lo, hi), (mean, std) = job.score_sigma_range, job.score_sigma_logit
-    return partial(
-        sample_score_sigma,
-        lo=lo,
-        hi=hi,
-        shift=job.score_shift,
-        law=job.score_sigma_law,
-        logit_mean=mean,
-        logit_std=std,
-    )
+    return ScoreSigma(lo, hi, job.score_shift, law=job.score_sigma_law, logit_mean=mean, logit_std=std)
 
 
 def _start(job: TrainerJob, adapter: ModelAdapter) -> nn.Module:

@@ -3,7 +3,7 @@
 from miles_dmd2.config.clock import StudentClock
 from miles_dmd2.config.errors import ConfigError
 from miles_dmd2.config.flags import ParsedRun, parse
-from miles_dmd2.config.options import build_config, flatten, resume_conflicts
+from miles_dmd2.config.options import build_config, flatten
 from miles_dmd2.config.plan import Plan, build_plan, plan_yaml, render_plan
 from miles_dmd2.config.schema import Config
 from miles_dmd2.config.trainers import TrainerSpec, resolve_trainers, student_clock
@@ -22,6 +22,5 @@ __all__ = [
     "plan_yaml",
     "render_plan",
     "resolve_trainers",
-    "resume_conflicts",
     "student_clock",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -19,6 +20,13 @@ _STEP = re.compile(r"step_(\d+)")
 _LARGEST_HEADER = 100 * 2**20
 _REQUIRED = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
 _WEIGHTED = ("transformer", "vae", "text_encoder")
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_BYTES = {  # of a value, by safetensors' name of its dtype; sizes of others are not checked
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3"), 1),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
+    **dict.fromkeys(("U32", "I32", "F32"), 4),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
+}
 
 
 def check_checkpoint(path: Path, known_classes: Collection[str], flag: str = "--hf-checkpoint") -> None:
@@ -152,13 +160,20 @@ def _check_weights(directory: Path, where: str) -> None:
         if not isinstance(shards, Mapping) or not all(isinstance(shard, str) for shard in shards.values()):
             raise ConfigError(f"{where}: {directory.name}/{index.name} has no weight_map; download it again")
         for shard in sorted(set(shards.values())):
+            if Path(shard).name != shard:
+                raise ConfigError(
+                    f"{where}: {directory.name}/{index.name} names {show(shard)}, outside of its directory; download "
+                    "it again from a source you trust"
+                )
             if not (directory / shard).is_file():
                 raise ConfigError(
                     f"{where}: {directory.name}/ has no {shard}, which {index.name} names; download it again"
                 )
     if not files:
+        pickled = next((file.name for file in sorted(directory.iterdir()) if file.suffix in _PICKLED), None)
+        only = f", only {pickled}, a pickle, which is never read" if pickled else ""
         raise ConfigError(
-            f"{where}: {directory.name}/ has no .safetensors weights; give a pipeline saved as safetensors"
+            f"{where}: {directory.name}/ has no .safetensors weights{only}; give a pipeline saved as safetensors"
         )
     for file in files:
         fault = safetensors_fault(file)
@@ -178,15 +193,53 @@ def safetensors_fault(file: Path) -> str | None:
             if len(start) < 8 or length > _LARGEST_HEADER or 8 + length > size:
                 return f"is not safetensors, or cut short ({size} bytes)"
             header = json.loads(stream.read(length))
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        expected = 8 + length + max(ends, default=0)
+        tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        parts = [(*map(_whole, entry["data_offsets"]), name, _tensor_bytes(entry)) for name, entry in tensors.items()]
+        fault = _layout_fault(sorted(parts))
+        expected = 8 + length + max((part[1] for part in parts), default=0)
     except OSError as error:
         return f"cannot be read ({error.strerror})"
     except (ValueError, RecursionError, AttributeError, TypeError, KeyError, IndexError):
         return "has a malformed safetensors header"
-    if not ends:
+    if not tensors:
         return "holds no tensors"
-    return None if size == expected else f"has {size} bytes and its header says {expected}"
+    return fault or (None if size == expected else f"has {size} bytes and its header says {expected}")
+
+
+def parameter_count(directory: Path) -> int:
+    """Values in a directory's safetensors files, by their headers, which `check_checkpoint` has found sound."""
+    count = 0
+    for file in directory.glob("*.safetensors"):
+        with file.open("rb") as stream:
+            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+        count += sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    return count
+
+
+def _whole(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"not a size: {value!r}")
+    return value
+
+
+def _tensor_bytes(entry: Mapping[str, Any]) -> int | None:
+    """Bytes that a tensor's shape and dtype take; None for a dtype that is not known here."""
+    count, dtype = math.prod(map(_whole, entry["shape"])), entry["dtype"]
+    if not isinstance(dtype, str):
+        raise ValueError(f"not a dtype: {dtype!r}")
+    return count * _BYTES[dtype] if dtype in _BYTES else None
+
+
+def _layout_fault(parts: list[tuple[int, int, str, int | None]]) -> str | None:
+    """`parts`: (begin, end, name, bytes by shape) in file order. They follow on each other, each as long as it says."""
+    at = 0
+    for begin, end, name, wanted in parts:
+        if begin != at or end < begin:
+            return f"has tensors that overlap or leave a gap (at {show(name)})"
+        if wanted is not None and wanted != end - begin:
+            return f"gives {show(name)} {end - begin} bytes, its shape takes {wanted}"
+        at = end
+    return None
 
 
 def _read_json(file: Path, where: str) -> dict[str, Any]:

@@ -50,7 +50,21 @@ def parse(argv: Sequence[str]) -> ParsedRun:
     if values.get("trainer_config") is not None:
         values["trainer_config"] = read_trainer_entries(values["trainer_config"])
     config = build_config(values, origins).resolved()
+    _check_allowed(config)
     return ParsedRun(config, dry_run, resolve_trainers(config))
+
+
+def _check_allowed(config: Config) -> None:
+    """--allow-config-change names options, of a run that continues another one."""
+    names = config.run.allow_config_change
+    for name in names:
+        if name.replace("-", "_") not in OPTIONS:
+            close = nearest(name.replace("-", "_"), OPTIONS).replace("_", "-")
+            raise ConfigError(f"--allow-config-change {show(name)}: no such option; the nearest is {close}")
+    if names and config.run.load is None:
+        raise ConfigError(
+            f"--allow-config-change {show(names[0])}: nothing is continued without --load; give it, or leave this out"
+        )
 
 
 def help_text() -> str:

@@ -24,6 +24,13 @@ RESUME_MAY_CHANGE = frozenset(
         "save_interval",
         "load",
         "num_rollout",
+        "prompt_data",  # its prompts may not: see checkpointing/resuming.py
+        "keep_last",
+        "keep_best",
+        "keep_best_mode",
+        "allow_config_change",
+        "dump_bad_batch",
+        "connect_timeout",
         "eval_prompt_data",
         "eval_interval",
         "eval_samples_per_prompt",
@@ -94,7 +101,7 @@ class Option:
 
     @property
     def metavar(self) -> str:
-        words = {int: "INT", float: "NUMBER", str: "TEXT", Path: "PATH", tuple[str, ...]: "URL"}
+        words = {int: "INT", float: "NUMBER", str: "TEXT", Path: "PATH", tuple[str, ...]: "TEXT"}
         return words.get(_Shape.of(self.info).base, "FILE.yaml")
 
     @property
@@ -155,7 +162,7 @@ def valid_values(info: FieldInfo, *, upper: bool = False) -> str:
     if shape.is_pair:
         return "two numbers"
     if shape.is_list:
-        return "one or more URLs"
+        return "one or more words"
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path"}
     text = words.get(shape.base, "a list of trainers")
     bounds = [
@@ -214,19 +221,8 @@ def flatten(config: Config) -> dict[str, Any]:
     return {name: plain[option.section][name] for name, option in OPTIONS.items()}
 
 
-def resume_conflicts(saved: Mapping[str, Any], config: Config) -> list[str]:
-    """What keeps `config` from continuing the run whose `flatten(config.resolved())` was saved, a phrase per option."""
-    now = flatten(config.resolved())
-    free = _may_change(saved, now)
-    names = [*now, *(name for name in saved if name not in now)]
-    return [
-        f"{flag_of(name)} was {show(saved.get(name))} and is {show(now.get(name))}"
-        for name in names
-        if name not in free and saved.get(name) != now.get(name)
-    ]
-
-
-def _may_change(*runs: Mapping[str, Any]) -> frozenset[str]:
+def may_change(*runs: Mapping[str, Any]) -> frozenset[str]:
+    """The options that may differ between a run and one that continues it, given both as flat configs."""
     free = RESUME_MAY_CHANGE
     for flat in runs:
         trainers = flat.get("trainer_config") or []

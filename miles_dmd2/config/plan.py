@@ -14,6 +14,7 @@ import yaml
 from miles_dmd2.config.clock import StudentClock
 from miles_dmd2.config.options import OPTIONS, flatten
 from miles_dmd2.config.schema import Config
+from miles_dmd2.config.sglang import SHARED_MEMORY
 from miles_dmd2.config.trainers import TrainerSpec, student_clock
 
 
@@ -158,7 +159,7 @@ def _engine_details(config: Config) -> str:
         f"{own.engine_request_timeout:g} s",
         "weights in requests"
         if own.sglang_weight_sync == "tensor"
-        else f"weights as files in {own.sglang_weight_directory or '/dev/shm'}",
+        else f"weights as files in {own.sglang_weight_directory or SHARED_MEMORY}",
         "checked after each sync"
         if own.verify_weights_every == 1
         else f"checked after the first and every {own.verify_weights_every} syncs",

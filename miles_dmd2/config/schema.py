@@ -271,6 +271,7 @@ class ClusterSection(Section):
     start_timeout: PositiveFloat | None = Field(
         None, description="seconds for processes to come up (default: 180, with SGLang servers 600)"
     )
+    connect_timeout: PositiveFloat = Field(10.0, description="seconds for the cluster at --ray-address to answer")
     phase_timeout: PositiveFloat = Field(3600.0, description="seconds for one generate, train, sync or save")
 
 
@@ -298,6 +299,17 @@ class RunSection(Section):
     )
     load: Path | None = Field(
         None, description="continue from this checkpoint, or from the newest one below this directory"
+    )
+    keep_last: PositiveInt | None = Field(None, description="checkpoints that stay, the newest ones (default: all)")
+    keep_best: str | None = Field(
+        None, description="also keep the checkpoint with the best eval FIGURE, for example accuracy_ema (default: none)"
+    )
+    keep_best_mode: Literal["max", "min"] = Field("max", description="whether a larger or a smaller figure is better")
+    allow_config_change: tuple[str, ...] = Field(
+        (), description="with --load: options that may differ from those of the checkpoint (default: none)"
+    )
+    dump_bad_batch: bool = Field(
+        False, description="keep the samples and weights of the first steps that are not finite in RUN_DIR/bad_batches"
     )
     max_skipped_steps: PositiveInt = Field(3, description="non-finite updates in a row before the run stops")
     max_x0_drift: PositiveFloat | None = Field(
@@ -432,6 +444,7 @@ class Config(BaseModel):
         self._check_grid()
         self._check_evaluation()
         self._check_placement()
+        self._check_retention()
         if self.rollout.rollout_engine == "local":
             check_local(self.sglang)
         else:
@@ -450,6 +463,27 @@ class Config(BaseModel):
                 )
             check_student(self.algorithm.dmd2_student_sample_type, self.algorithm.dmd2_student_input)
         return self
+
+    def _check_retention(self) -> None:
+        run, evaluation = self.run, self.evaluation
+        if run.keep_best is None:
+            if run.keep_best_mode != "max":
+                raise ValueError(
+                    f"--keep-best-mode {run.keep_best_mode}: nothing is kept by figure without --keep-best; give it, "
+                    "or leave this out"
+                )
+            return
+        if evaluation.eval_prompt_data is None or evaluation.eval_metrics_path is None:
+            raise ValueError(
+                f"--keep-best {run.keep_best}: there are no eval figures without --eval-prompt-data and "
+                "--eval-metrics-path; give both, or leave it out"
+            )
+        saves = run.save_interval or self.rollout.num_rollout
+        if saves % self.eval_every:
+            raise ValueError(
+                f"--keep-best {run.keep_best}: of the checkpoints every {saves} rollouts some are not evaluated, evals "
+                f"are every {self.eval_every}; use an --eval-interval that divides {saves}"
+            )
 
     def _check_batch(self) -> None:
         rollout, total = self.rollout, self.samples_per_rollout

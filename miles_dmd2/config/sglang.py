@@ -13,7 +13,7 @@ from pydantic import Field, field_validator
 
 from miles_dmd2.config.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
 
-SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - weights pass through private directories in it
 
 
 @dataclass(frozen=True, slots=True)

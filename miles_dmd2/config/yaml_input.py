@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,9 @@ class YamlFile:
 def read_text(path: Path, flag: str, what: str) -> str:
     """A file's text (UTF-8, a byte-order mark is dropped). ConfigError names the flag, the path and what is wrong."""
     try:
+        mode = path.stat().st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            raise ConfigError(f"{flag} {show(path)}: is a pipe or a device, which cannot be read twice; give {what}")
         return path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
@@ -32,6 +36,8 @@ def read_text(path: Path, flag: str, what: str) -> str:
         raise ConfigError(f"{flag} {show(path)}: no such file; give {what}") from None
     except IsADirectoryError:
         raise ConfigError(f"{flag} {show(path)}: is a directory; give {what}") from None
+    except ConfigError:
+        raise
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"{flag} {show(path)}: cannot be read ({why}); give {what}") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import unicodedata
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -12,6 +13,9 @@ from miles_dmd2.config.errors import ConfigError, show
 from miles_dmd2.config.yaml_input import read_text
 
 _WHAT = "a file with one prompt per line, or .jsonl with a prompt key on each line"
+_NOT_PROMPTS = frozenset({".csv", ".tsv", ".parquet", ".yaml", ".yml", ".xml", ".gz", ".zip", ".zst"})
+_BLANKS = frozenset("\t\n\v\f\r\x85")
+_LONGEST = 20_000  # characters; text encoders keep some hundred words
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,8 @@ def read_prompt_file(path: Path, flag: str = "--prompt-data") -> PromptFile:
     suffix = path.suffix.lower()
     if suffix == ".json":
         raise ConfigError(f"{flag} {path}: JSON that is not by lines; give {_WHAT}")
+    if suffix in _NOT_PROMPTS:
+        raise ConfigError(f"{flag} {path}: {suffix} files are not read; give {_WHAT}")
     lines = [line.strip() for line in text.replace("\r\n", "\n").replace("\r", "\n").split("\n")]
     if lines[-1] == "":
         lines.pop()  # the end of the last line, not a line
@@ -47,7 +53,9 @@ def read_prompt_file(path: Path, flag: str = "--prompt-data") -> PromptFile:
         where = f"{flag} {path}:{number}"
         if suffix != ".jsonl":
             _refuse_misnamed(line, where)
-        prompts.append(_from_json(line, where) if suffix == ".jsonl" else line)
+        prompt = _from_json(line, where) if suffix == ".jsonl" else line
+        _check_text(prompt, where)
+        prompts.append(prompt)
     if not prompts:
         raise ConfigError(f"{flag} {path}: holds no prompts; give {_WHAT}")
     return PromptFile(tuple(prompts), len(lines) - len(prompts))
@@ -84,7 +92,9 @@ def _epoch_order(num_prompts: int, epoch: int, seed: int) -> tuple[int, ...]:
 
 def _from_json(line: str, where: str) -> str:
     try:
-        record = json.loads(line)
+        record = json.loads(line, object_pairs_hook=_record)
+    except _DoubledError as error:
+        raise ConfigError(f"{where}: the key {show(str(error))} is there twice; keep one of them") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: not JSON ({getattr(error, 'msg', 'too deep')}); fix that line") from None
     if not isinstance(record, dict) or "prompt" not in record:
@@ -96,6 +106,27 @@ def _from_json(line: str, where: str) -> str:
     if not prompt.isascii() and any("\ud800" <= char <= "\udfff" for char in prompt):
         raise ConfigError(f"{where}: prompt {show(prompt)}: holds half of a surrogate pair; fix or remove that line")
     return prompt.strip()
+
+
+class _DoubledError(Exception):
+    """A key that a JSON object has twice, of which Python would keep the last."""
+
+
+def _record(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    record = dict(pairs)
+    if len(record) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise _DoubledError(next(name for name in names if names.count(name) > 1))
+    return record
+
+
+def _check_text(prompt: str, where: str) -> None:
+    """Text that a tokenizer can be given: no control characters (of a binary file, say), and not a whole book."""
+    control = next((char for char in prompt if unicodedata.category(char) == "Cc" and char not in _BLANKS), None)
+    if control is not None:
+        raise ConfigError(f"{where}: holds the control character U+{ord(control):04X}; remove it, or give {_WHAT}")
+    if len(prompt) > _LONGEST:
+        raise ConfigError(f"{where}: a prompt of {len(prompt)} characters, at most {_LONGEST} are read; give {_WHAT}")
 
 
 def _refuse_misnamed(line: str, where: str) -> None:

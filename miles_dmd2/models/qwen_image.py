@@ -61,7 +61,9 @@ class QwenImageAdapter(ModelAdapter):
         transformer, vae = read_config(checkpoint, where), read_config(checkpoint, "vae/config.json")
         for key in UNSUPPORTED:
             if transformer.get(key):
-                raise ValueError(f"{FLAG} {checkpoint}: {where} has {key} = true, which is not supported")
+                raise ValueError(
+                    f"{FLAG} {checkpoint}: {where} has {key} = true, which is not supported; use a plain Qwen-Image"
+                )
         self._in_channels = positive_int(transformer, "in_channels", where, 64)
         self._text_dim = positive_int(transformer, "joint_attention_dim", where, 3584)
         channels = positive_int(vae, "z_dim", "vae/config.json", 16)
@@ -69,7 +71,7 @@ class QwenImageAdapter(ModelAdapter):
         if not self._in_channels == channels * PATCH**2 == out_channels * PATCH**2:
             raise ValueError(
                 f"{FLAG} {checkpoint}: in_channels {self._in_channels} must be 4 x out_channels ({out_channels}) and "
-                f"4 x the VAE's z_dim ({channels})"
+                f"4 x the VAE's z_dim ({channels}); download the pipeline again"
             )
         self._vae_scale = vae_scale_factor(vae)
         for name, value in (("height", height), ("width", width)):
@@ -281,7 +283,10 @@ class QwenImageAdapter(ModelAdapter):
 
 def vae_scale_factor(vae_config: Mapping[str, Any]) -> int:
     """Pixels per latent pixel, as the pipeline computes it (the key's spelling is diffusers')."""
-    return 2 ** len(vae_config.get("temperal_downsample", (False, True, True)))
+    stages = vae_config.get("temperal_downsample", (False, True, True))
+    if not isinstance(stages, list | tuple) or len(stages) > 8:
+        raise ValueError(f"{FLAG}: vae/config.json must have temperal_downsample as a list, got {stages!r:.60}")
+    return 2 ** len(stages)
 
 
 def pack(latents: Tensor) -> Tensor:

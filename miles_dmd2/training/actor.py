@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -86,6 +86,8 @@ class ActorTrainer(Trainer):
         (window,) = windows
         scores = merge_scores(external, window)
         (batches,), metrics = self._prepare(rollout_id, windows, samples)
+        assert self._inputs is not None
+        self._inputs.scores = scores
         pending = metrics.fresh()
         of_window = self._window_normalizer(batches, scores, window) if self.normalizer == "batch" else None
         losses = [self._step_forward(batch, scores, window, pending, of_window) for batch in batches]
@@ -127,6 +129,14 @@ class ActorTrainer(Trainer):
             with self.ema.swapped_in():
                 updates["ema"] = export(self.network, self.adapter, self.ranks, self.updates, "ema")
         return updates
+
+    def _own_facts(self) -> dict[str, Any]:
+        return {
+            "ema_decay": self.ema.decay if self.ema else 0.0,
+            "ema_start": self.ema.start if self.ema else 0,
+            "normalizer": self.normalizer,
+            "normalizer_eps": self.normalizer_eps,
+        }
 
     def _step_forward(
         self,

@@ -1,14 +1,20 @@
-"""A rank's shards as one safetensors file: tensors only, scalars belong in the manifest. Re-read before it counts."""
+"""A rank's shards as one safetensors file: tensors only, scalars belong in the manifest. Re-read before it counts.
+
+Trained tensors are sharded along their first dimension (`sharding.py`), so the ranks' parts in rank order are the
+whole, and another number of ranks reads the rows that are its own.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -19,10 +25,11 @@ def rank_file(name: str, rank: int, world_size: int) -> str:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Write, flush to disk, read back and compare bit for bit; returns the file's SHA-256 in hex."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write, flush to disk, read back and compare bit for bit; returns the file's SHA-256 in hex. OSError: a full disk,
+    or other bits on it than were written.
+    """
     held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(held, path)
+    write_file(path, held)
     with path.open("rb") as file:
         os.fsync(file.fileno())
         digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -33,29 +40,63 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     return digest
 
 
-@torch.no_grad()
-def read_tensors(path: Path, into: Mapping[str, Tensor]) -> None:
-    """Copy a file's tensors into `into`, all or nothing.
+def write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Contiguous CPU tensors as safetensors. OSError: the system would not write them."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        save_file(dict(tensors), path)
+    except SafetensorError as error:  # it has no class of its own for what the system says
+        raise OSError(f"cannot write {path} ({sum(t.nbytes for t in tensors.values())} bytes): {error}") from error
 
-    ValueError: no such file (then what is there instead), or other names, shapes or dtypes.
+
+@torch.no_grad()
+def read_tensors(files: Sequence[Path], into: Mapping[str, Tensor], rows: Mapping[str, tuple[int, int]]) -> None:
+    """Copy what the ranks wrote to `files` (in rank order) into `into`, this rank's rows of it; all or nothing.
+
+    `rows`: of each tensor that is sharded, (first row of this rank, rows of all ranks).
+    ValueError: a file that is missing, or other names, shapes or dtypes than this run's.
     """
-    if not path.is_file():
-        there = sorted(other.name for other in path.parent.glob("*.safetensors"))
-        raise ValueError(f"no {path.name} in {path.parent} (there: {there}); resume needs the same number of ranks")
-    with safe_open(path, framework="pt") as file:
-        names = set(file.keys())
-        if names != into.keys():
-            missing, extra = sorted(into.keys() - names)[:3], sorted(names - into.keys())[:3]
-            raise ValueError(f"{path}: names differ from this run's; missing {missing}, unexpected {extra}")
-        values = {name: file.get_tensor(name) for name in into}
-    for name, tensor in into.items():
-        found, wanted = values[name], tensor
+    for path in files:
+        if not path.is_file():
+            there = sorted(other.name for other in path.parent.glob("*.safetensors"))
+            raise ValueError(f"no {path.name} in {path.parent} (there: {there})")
+    with ExitStack() as stack:
+        opened = [stack.enter_context(safe_open(path, framework="pt")) for path in files]
+        for path, file in zip(files, opened, strict=True):
+            names = set(file.keys())
+            if names != into.keys():
+                missing, extra = sorted(into.keys() - names)[:3], sorted(names - into.keys())[:3]
+                raise ValueError(f"{path}: names differ from this run's; missing {missing}, unexpected {extra}")
+        values = {
+            name: _own_rows([file.get_slice(name) for file in opened], rows.get(name), t) for name, t in into.items()
+        }
+    for name, wanted in into.items():
+        found = values[name]
         if (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
             raise ValueError(
-                f"{path}: {name} is {list(found.shape)} {found.dtype}, this run has {list(wanted.shape)} {wanted.dtype}"
+                f"{files[0].parent}: {name} is {list(found.shape)} {found.dtype}, this run has {list(wanted.shape)} "
+                f"{wanted.dtype}"
             )
     for name, tensor in into.items():
         tensor.copy_(values[name])
+
+
+def _own_rows(parts: Sequence[Any], rows: tuple[int, int] | None, wanted: Tensor) -> Tensor:
+    """Of a tensor in `parts` (slices of open files) the rows of this rank, or as it is where that cannot be cut."""
+    if len(parts) == 1 and rows is None:
+        return parts[0][...]
+    sizes = [part.get_shape()[0] for part in parts]
+    first, total = rows or (0, sum(sizes))
+    if sum(sizes) != total:
+        return torch.cat([part[...] for part in parts])  # of another model: its shape says so
+    last = first + len(wanted)
+    taken, start = [], 0
+    for part, size in zip(parts, sizes, strict=True):
+        low, high = max(first - start, 0), min(last - start, size)
+        if low < high:
+            taken.append(part[low:high])
+        start += size
+    return torch.cat(taken) if taken else parts[0][0:0]
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

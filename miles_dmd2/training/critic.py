@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import ClassVar, get_args
+from dataclasses import asdict
+from typing import Any, ClassVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from miles_dmd2.training.metrics import Reduction
 from miles_dmd2.training.network import Network
 from miles_dmd2.training.scoring import (
     CRITIC_STEP,
+    PUBLISHED_SCORE_SIGMA,
     SCORING_PASS,
     DrawPurposes,
     Guidance,
@@ -26,7 +28,6 @@ from miles_dmd2.training.scoring import (
     ScoreSigma,
     Scoring,
     noised,
-    published_score_sigma,
 )
 from miles_dmd2.training.trainer import Trainer, TrainerSettings
 from miles_dmd2.types import Role, RolloutSample, ScoreRow
@@ -48,7 +49,7 @@ class CriticTrainer(Trainer):
         teacher: nn.Module,
         ranks: Ranks,
         *,
-        score_sigma: ScoreSigma = published_score_sigma,
+        score_sigma: ScoreSigma = PUBLISHED_SCORE_SIGMA,
         loss_space: CriticSpace = "velocity",
         scoring: Scoring = "fused",
         guidance: Guidance | None = None,
@@ -80,6 +81,7 @@ class CriticTrainer(Trainer):
 
         super().__init__(settings, adapter, critic, ranks, frozen=(self.teacher,), before_sharding=add_conditioning)
         self.score_sigma, self.loss_space, self.scoring = score_sigma, loss_space, scoring
+        self.told_stop_steps = told_stop_steps
 
     def train(
         self, rollout_id: int, windows: Windows, samples: Iterable[RolloutSample], *, score: bool = True
@@ -117,6 +119,14 @@ class CriticTrainer(Trainer):
             loss = critic_loss(velocity, at.x, at.sigma, at.noise, batch.x0, space=self.loss_space, reduction="sample")
             self._backward(loss, window)
         return at, velocity.detach(), loss.detach()
+
+    def _own_facts(self) -> dict[str, Any]:
+        """Of a training step; scoring and guidance have no part in it."""
+        return {
+            "score_sigma": asdict(self.score_sigma),
+            "loss_space": self.loss_space,
+            "told_stop_steps": self.told_stop_steps,
+        }
 
     @torch.no_grad()
     def _scoring_pass(self, rollout_id: int, batch: MicroBatch) -> tuple[Noised, Tensor]:

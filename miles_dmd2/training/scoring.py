@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from miles_dmd2.algo import (
     Purpose,
+    SigmaLaw,
     add_noise,
     guide,
     key_seed,
@@ -25,14 +25,35 @@ from miles_dmd2.training.network import Network
 from miles_dmd2.types import Conditioning
 
 Scoring = Literal["fused", "original"]
-ScoreSigma = Callable[[Tensor], Tensor]  # uniform draws `[batch]` -> score sigma `[batch]`
 DrawPurposes = tuple[Purpose, Purpose]  # of sigma and noise
 CRITIC_STEP: DrawPurposes = ("score_sigma", "score_noise")
 SCORING_PASS: DrawPurposes = ("scoring_pass_sigma", "scoring_pass_noise")
 
 
-def published_score_sigma(uniform: Tensor) -> Tensor:
-    return sample_score_sigma(uniform, 0.02, 0.98)
+@dataclass(frozen=True, slots=True)
+class ScoreSigma:
+    """The law of noise levels, uniform draws `[batch]` -> score sigma `[batch]`: see `sample_score_sigma`."""
+
+    lo: float = 0.02
+    hi: float = 0.98
+    shift: float = 1.0
+    law: SigmaLaw = "uniform"
+    logit_mean: float = 0.0
+    logit_std: float = 1.0
+
+    def __call__(self, uniform: Tensor) -> Tensor:
+        return sample_score_sigma(
+            uniform,
+            self.lo,
+            self.hi,
+            self.shift,
+            law=self.law,
+            logit_mean=self.logit_mean,
+            logit_std=self.logit_std,
+        )
+
+
+PUBLISHED_SCORE_SIGMA = ScoreSigma()
 
 
 @dataclass(frozen=True, slots=True)

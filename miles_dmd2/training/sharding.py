@@ -55,6 +55,16 @@ def local(tensor: Tensor) -> Tensor:
     return part.detach()
 
 
+def row_range(tensor: Tensor) -> tuple[int, int]:
+    """(first row, rows of all ranks) of this rank's part: FSDP2 cuts the first dimension as `torch.chunk` does."""
+    total = len(tensor) if tensor.ndim else 1
+    if not isinstance(tensor, DTensor):
+        return 0, total
+    mesh = tensor.device_mesh
+    size = -(-total // mesh.size())
+    return min(mesh.get_local_rank() * size, total), total
+
+
 def full(tensor: Tensor) -> Tensor:
     """The whole tensor. On sharded tensors a collective: every rank calls it, in the same order."""
     detached = tensor.detach()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from run_commands import Finished, children, command, environment, wait_for
+from run_commands import SECRET, Finished, children, command, environment, wait_for
 
 pytestmark = pytest.mark.ray
 
@@ -174,6 +174,73 @@ def test_two_ranks_and_two_engines_give_the_same_student(run: Run, workspace: Pa
         assert other.rows()[-1]["critic/critic_loss"] == pytest.approx(one.rows()[-1]["critic/critic_loss"], rel=1e-5)
 
 
+def test_two_runs_at_once_do_not_see_each_other(base: Finished, workspace: Path) -> None:
+    """Two of their own directories give the same student; a third that names the first's is told who has it."""
+    both = [begin(workspace, name, save_interval=2) for name in ("first", "second")]
+    try:
+        wait_for(lambda: (workspace / "first" / "logs").exists(), 120)
+        third = begin(workspace, "first")
+        _, err = third.communicate(timeout=120)
+        assert third.returncode == 2
+        assert f"is in use by process {both[0].pid} on " in err
+        assert err.count("\n") == 1
+        for process, name in zip(both, ("first", "second"), strict=True):
+            _, err = process.communicate(timeout=240)
+            assert process.returncode == 0, err
+            done = Finished(0, "", "", workspace / name)
+            for kind in ("raw", "ema"):
+                assert distance(base.student(kind), done.student(kind)) == 0.0
+    finally:
+        for process in both:
+            process.kill()
+
+
+def test_a_run_asked_to_stop_saves_and_the_next_ends_with_the_same_bits(
+    run: Run, base: Finished, workspace: Path
+) -> None:
+    """No checkpoint is due before the end: the one that there is was written because of the request."""
+    directory = workspace / "asked"
+    process = begin(workspace, "asked")
+    try:
+        wait_for(lambda: (directory / "metrics.jsonl").exists() and (directory / "metrics.jsonl").read_text(), 120)
+        os.killpg(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 130, err
+        (saved,) = (directory / "checkpoints").glob("step_*")
+        assert saved.name in ("step_000001", "step_000002"), "the run ended by itself"
+        assert "To go on from the newest checkpoint:" in err
+    finally:
+        process.kill()
+    second = run("asked", load=directory)
+    assert second.code == 0, second.err
+    for kind in ("raw", "ema"):
+        assert distance(base.student(kind), second.student(kind)) == 0.0
+    assert without_clocks(base.rows()) == without_clocks(second.rows())
+
+
+def test_no_key_of_the_environment_is_written_and_no_pickle_is(base: Finished) -> None:
+    files = [path for path in base.directory.rglob("*") if path.is_file()]
+    assert len(files) > 20
+    with_key = [path for path in files if SECRET.encode() in path.read_bytes()]
+    assert not with_key
+    saved = [path for path in files if "checkpoints" in path.parts]
+    assert {path.suffix for path in saved} == {".json", ".safetensors"}
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two ranks need two cores")
+def test_a_run_of_two_ranks_goes_on_with_one(run: Run, workspace: Path) -> None:
+    """Told, not refused; the state is the same, what follows is to rounding."""
+    options = {"adam_eps": 1e-2, "actor_num_gpus_per_node": 2}
+    whole = run("on two", **options, save_interval=2)
+    assert whole.code == 0, whole.err
+    part = run("two then one", **options, num_rollout=2)
+    assert part.code == 0, part.err
+    then = run("two then one", load=workspace / "two then one", adam_eps=1e-2)
+    assert then.code == 0, then.err
+    assert "--actor-num-gpus-per-node was 2 and is 1: state is cut anew, bits differ by rounding" in then.out
+    assert distance(whole.student(), then.student()) < 2e-6
+
+
 def test_going_back_behind_a_later_checkpoint_is_refused_before_anything_starts(run: Run, base: Finished) -> None:
     again = run("base", load=base.directory / "checkpoints" / "step_000002")
     assert again.code == 2
@@ -183,13 +250,7 @@ def test_going_back_behind_a_later_checkpoint_is_refused_before_anything_starts(
 
 def test_a_killed_rank_ends_the_run_with_one_line_and_a_log(workspace: Path) -> None:
     directory = workspace / "killed"
-    process = subprocess.Popen(
-        command(workspace, "killed", num_rollout=1000, save_interval=1),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(),
-    )
+    process = begin(workspace, "killed", num_rollout=1000, save_interval=1)
     try:
         wait_for(lambda: any((directory / "checkpoints").glob("step_*")), 120)
         left = children(process.pid)
@@ -198,7 +259,8 @@ def test_a_killed_rank_ends_the_run_with_one_line_and_a_log(workspace: Path) -> 
         _, err = process.communicate(timeout=60)
         assert process.returncode == 1
         (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
-        assert "critic" in line
+        assert f"critic_0 (pid {pid} on " in line
+        assert "critic_0.log" in line
         assert "To go on from the newest checkpoint:" in err
         assert "Traceback" not in err
         assert "the run failed" in (directory / "logs" / "driver.log").read_text()
@@ -219,14 +281,7 @@ def test_an_interrupted_run_stops_in_seconds_says_how_to_go_on_and_leaves_no_pro
     workspace: Path, how: signal.Signals
 ) -> None:
     name = f"interrupted {how.name}"
-    process = subprocess.Popen(
-        command(workspace, name, num_rollout=1000, save_interval=1),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(),
-        start_new_session=True,
-    )
+    process = begin(workspace, name, num_rollout=1000, save_interval=1)
     try:
         wait_for(lambda: any((workspace / name / "checkpoints").glob("step_*")), 120)
         left = children(process.pid)
@@ -246,3 +301,14 @@ def test_an_interrupted_run_stops_in_seconds_says_how_to_go_on_and_leaves_no_pro
         assert not list(Path("/tmp").glob(f"md2-ray-{process.pid}-*"))
     finally:
         process.kill()
+
+
+def begin(workspace: Path, name: str, **changes: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command(workspace, name, **changes),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+        start_new_session=True,
+    )

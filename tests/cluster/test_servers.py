@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 import urllib.request
@@ -49,6 +50,7 @@ def settings(workspace: Path, tmp_path: Path, engine_python: Callable[[str], Pat
         single_node=True,
         log_directory=tmp_path / "logs",
         python_path=tuple(sys.path),
+        driver_pid=None,
     )
     servers = ServerSettings((), engine_python(""), ("--log-level", "info"), START_SECONDS, beside_client=2)
     return EngineSettings(worker, 64, None, tmp_path / "eval", SGLangSettings(), servers)
@@ -135,9 +137,12 @@ def test_one_that_cannot_start_ends_the_start_of_all_with_its_reason(
         both.dispose()
         assert time.monotonic() - began < 40
     text = str(caught.value)
-    assert text.startswith("start of the SGLang servers: EngineError: SGLang server http://127.0.0.1:")
+    told = (
+        r"start of the SGLang servers: server_0 \(pid \d+ on [\d.]+\): EngineError: SGLang server http://127\.0\.0\.1:"
+    )
+    assert re.match(told, text)
     assert "ended with exit code 1 before it was ready" in text
-    assert text.endswith(" ... RuntimeError: no such model")
+    assert text.endswith(f" ... RuntimeError: no such model; its log: {settings.worker.log_directory}/server_0.log")
     assert "Traceback" not in text
     assert len(text.splitlines()) == 1
     assert "\nRuntimeError: no such model" in caplog.text  # the log's tail line by line

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.ray
 
 Run = Callable[..., Finished]
 ROLLOUT = 16  # samples
+PROCESS = r"\(pid \d+ on [\d.]+\)"
 FAULTS = ("rollout/faults", "rollout/retries", "rollout/restarts", "rollout/dropped")
 
 
@@ -118,7 +120,7 @@ def test_when_all_servers_are_dead_the_run_stops_with_a_checkpoint_and_goes_on_t
         fake.script.extend([Fault()] * (2 * ROLLOUT + 5) + [Fault(action="die")])
         stopped = run("servers die", **engine([fake]))
         line = error_of(stopped)
-        assert line.startswith("error: rollout: EngineError: all 1 rollout engines are dead: ")
+        assert re.match(rf"error: rollout: engine_0 {PROCESS}: EngineError: all 1 rollout engines are dead: ", line)
         assert fake.url in line
         assert "To go on from the newest checkpoint:" in stopped.err
         assert [path.name for path in (stopped.directory / "checkpoints").iterdir()] == ["step_000002"]
@@ -156,7 +158,10 @@ def test_servers_that_compute_something_else_stop_the_run_before_the_step(run: R
         done = run("drift", save_interval=1, **engine([fake]))
         let_through = run("drift let through", num_rollout=1, max_x0_drift=0.2501, **engine([fake]))
     line = error_of(done)
-    assert line.startswith("error: rollout 1, actor training: DriftError: engine and trainer disagree on rollout 1: ")
+    told = (
+        rf"error: rollout 1, actor training: actor_0 {PROCESS}: DriftError: engine and trainer disagree on rollout 1: "
+    )
+    assert re.match(told, line)
     assert "mean |x0 - x0 of the engine| is 0.25 (0.25 at stop step 0, 0.25 at stop step 1)" in line
     assert "--max-x0-drift is 0.001" in line
     assert "step_000001" in [path.name for path in (done.directory / "checkpoints").iterdir()]
@@ -170,7 +175,8 @@ def test_a_server_that_cannot_start_is_one_line_and_a_log(
 ) -> None:
     done = run("no start", rollout_engine="sglang", sglang_python=engine_python("crash"))
     line = error_of(done)
-    assert line.startswith("error: start of the SGLang servers: EngineError: SGLang server http://127.0.0.1:")
+    told = rf"error: start of the SGLang servers: server_0 {PROCESS}: EngineError: SGLang server http://127\.0\.0\.1:"
+    assert re.match(told, line)
     assert "ended with exit code 1 before it was ready" in line
     assert "RuntimeError: no such model" in (done.directory / "logs" / "sglang_0.log").read_text()
     assert not (done.directory / "run.json").exists()

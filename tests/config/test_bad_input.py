@@ -57,7 +57,7 @@ FLAGS: list[tuple[str, tuple[str, ...]]] = [
     ("--engine-request-timeout inf", ("--engine-request-timeout inf", "a number > 0")),
     ("--verify-weights-every 0", ("--verify-weights-every 0", "a whole number > 0")),
     ("--sglang-weight-sync nccl", ("--sglang-weight-sync nccl", "disk, tensor")),
-    ("--rollout-engine-url", ("--rollout-engine-url", "expected at least one argument", "one or more URLs")),
+    ("--rollout-engine-url", ("--rollout-engine-url", "expected at least one argument", "one or more words")),
     ("--eval-metrics-path metrics", ("--eval-metrics-path metrics", "module:function")),
     # sigma range
     ("--dmd2-score-sigma-range 0 0.98", ("--dmd2-score-sigma-range 0 0.98", "0 < LO < HI < 1")),

@@ -7,7 +7,7 @@ import pytest
 import yaml
 from config_commands import command, run
 
-from miles_dmd2.config import Plan, build_plan, flatten, parse, plan_yaml, render_plan, resume_conflicts
+from miles_dmd2.config import Plan, build_plan, flatten, parse, plan_yaml, render_plan
 from miles_dmd2.config.clock import StudentClock
 from miles_dmd2.config.plan import student_sigmas
 
@@ -248,27 +248,6 @@ def test_dry_run_carries_the_trainers(write: Write) -> None:
     text = plan_yaml(parsed.config, build_plan(parsed.config, parsed.trainers))
     trainers.unlink()
     assert parse(["--config", str(write(text))]).trainers == parsed.trainers
-
-
-def test_a_schedule_depends_on_the_length_of_the_run(write: Write) -> None:
-    for flags in (("--lr-schedule", "cosine"), ("--trainer-config", str(write(COSINE_ACTOR)))):
-        saved = flatten(run(*flags).config)
-        assert resume_conflicts(saved, run(*flags, "--num-rollout", "20").config) == ["--num-rollout was 10 and is 20"]
-
-
-COSINE_ACTOR = "- {name: critic, role: critic}\n- {name: actor, role: actor, args: {lr_schedule: cosine}}\n"
-
-
-def test_resume_conflicts_name_each_option() -> None:
-    saved = flatten(run().config)
-    assert resume_conflicts(saved, run("--num-rollout", "20", "--load", "x").config) == []
-    changed = run("--lr", "1e-5", "--seed", "1").config
-    assert resume_conflicts(saved, changed) == [
-        "--rollout-seed was 0 and is 1",
-        "--lr was 2e-06 and is 1e-05",
-        "--seed was 0 and is 1",
-    ]
-    assert resume_conflicts({**saved, "old_option": 3}, run().config) == ["--old-option was 3 and is null"]
 
 
 def test_the_plan_needs_no_files() -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from config_commands import command, complaint, run
 
-from miles_dmd2.config import build_plan, flatten, parse, plan_yaml, render_plan, resume_conflicts
+from miles_dmd2.config import build_plan, flatten, parse, plan_yaml, render_plan
+from miles_dmd2.config.resume import changes
 
 Write = Callable[..., Path]
 STARTED = ("--rollout-engine", "sglang", "--sglang-python", "engine/bin/python")
@@ -312,9 +313,10 @@ def test_servers_on_several_nodes_come_with_a_warning() -> None:
 def test_a_resumed_run_may_have_other_servers_but_not_another_engine() -> None:
     saved = flatten(run(*STARTED).config)
     elsewhere = run(*RUNNING, "http://127.0.0.1:30010", "--max-x0-drift", "1", "--engine-attempts", "9").config
-    assert resume_conflicts(saved, elsewhere) == []
-    assert resume_conflicts(saved, run().config) == ["--rollout-engine was sglang and is local"]
+    assert changes(saved, elsewhere) == {}
+    assert changes(saved, run().config) == {"rollout_engine": ("--rollout-engine was sglang and is local", True)}
     flags = run(*STARTED, "--sglang-attention-backend", "fa").config
-    assert resume_conflicts(saved, flags) == ["--sglang-args was [] and is --attention-backend fa"]
+    assert changes(saved, flags) == {"sglang_args": ("--sglang-args was [] and is --attention-backend fa", True)}
     more = run("--actor-num-gpus-per-node", "2", "--rollout-num-engines", "2").config
-    assert "--rollout-num-engines was 1 and is 2" in resume_conflicts(flatten(run().config), more)
+    found = changes(flatten(run().config), more)
+    assert found["rollout_num_engines"] == ("--rollout-num-engines was 1 and is 2", True)

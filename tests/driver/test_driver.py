@@ -14,6 +14,7 @@ from miles_dmd2.config import StudentClock
 from miles_dmd2.driver import train
 from miles_dmd2.evaluation import FixedEvaluation, NoEvaluation
 from miles_dmd2.observability import RunError
+from miles_dmd2.stopping import StopRequest
 from miles_dmd2.types import RolloutRequest
 
 
@@ -44,7 +45,9 @@ def run(
 ):
     engines, sink = FakeEngines(log), RecordingSink()
     groups = [FakeGroup(log, "critic", "critic"), FakeGroup(log, "actor", "actor", ema=ema)]
-    result = train(rollouts, source, engines, groups, evaluation or NoEvaluation(), NoCheckpoints(log, every), sink)
+    result = train(
+        rollouts, source, engines, groups, evaluation or NoEvaluation(), NoCheckpoints(log, every), sink, StopRequest()
+    )
     return groups, sink, result
 
 
@@ -70,7 +73,7 @@ def test_between_student_steps_the_critic_trains_alone_and_nothing_of_the_actor_
     log, sink = Log(), RecordingSink()
     groups = [FakeGroup(log, "critic", "critic"), FakeGroup(log, "actor", "actor")]
     engines, clock = FakeEngines(log), StudentClock(warmup=1, interval=2)
-    weights = train(range(6), source, engines, groups, NoEvaluation(), NoCheckpoints(log), sink, clock)
+    weights = train(range(6), source, engines, groups, NoEvaluation(), NoCheckpoints(log), sink, StopRequest(), clock)
     critic, actor = groups
     assert [batch.rollout_id for batch in critic.batches] == [0, 1, 2, 3, 4, 5]
     assert [batch.student_step for batch in critic.batches] == [False, False, True, False, True, False]
@@ -88,7 +91,8 @@ def test_a_run_resumed_between_student_steps_goes_on_with_the_same_clock() -> No
     log = Log()
     groups = [FakeGroup(log, "critic", "critic"), FakeGroup(log, "actor", "actor")]
     clock = StudentClock(warmup=1, interval=2)
-    train(range(4, 6), source, FakeEngines(log), groups, NoEvaluation(), NoCheckpoints(log), RecordingSink(), clock)
+    sinks = RecordingSink(), StopRequest()
+    train(range(4, 6), source, FakeEngines(log), groups, NoEvaluation(), NoCheckpoints(log), *sinks, clock)
     assert [batch.rollout_id for batch in groups[1].batches] == [4]
 
 
@@ -96,7 +100,7 @@ def test_external_data_reaches_every_later_group_and_no_earlier_one() -> None:
     log, sink = Log(), RecordingSink()
     names = [("critic", "critic"), ("judge", "critic"), ("actor", "actor")]
     groups = [FakeGroup(log, name, role) for name, role in names]
-    train(range(2), source, FakeEngines(log), groups, NoEvaluation(), NoCheckpoints(log), sink)
+    train(range(2), source, FakeEngines(log), groups, NoEvaluation(), NoCheckpoints(log), sink, StopRequest())
     critic, judge, actor = groups
     assert critic.seen == [{}, {}]
     assert judge.seen == [{"critic": ("critic@0",)}, {"critic": ("critic@1",)}]
@@ -169,12 +173,9 @@ def test_engines_that_fail_cost_no_finished_rollout(at: str) -> None:
         ("engines.load(raw@0)", RunError("boom"), 5, None),  # nothing beyond what --load named
         ("critic.train(2)", RunError("boom"), 0, None),  # the critic is ahead of the actor
         ("actor.train(2)", RunError("boom"), 0, None),
-        ("engines.generate(raw@2)", KeyboardInterrupt(), 0, None),  # does not wait for a save
     ],
 )
-def test_nothing_is_saved_twice_half_done_or_on_interrupt(
-    at: str, error: BaseException, first: int, every: int | None
-) -> None:
+def test_nothing_is_saved_twice_or_half_done(at: str, error: BaseException, first: int, every: int | None) -> None:
     log = Log(fail_at=at, error=error)
     with pytest.raises(type(error)):
         run(log, rollouts=range(first, 9), every=every)
@@ -194,7 +195,7 @@ def test_a_save_that_fails_as_well_does_not_hide_what_failed_first(caplog: pytes
             raise OSError("disk full")
 
     with pytest.raises(RunError, match="all engines are dead"):
-        train(range(3), source, engines, groups, NoEvaluation(), Full(log), RecordingSink())
+        train(range(3), source, engines, groups, NoEvaluation(), Full(log), RecordingSink(), StopRequest())
     assert log.events[-4:] == ["checkpoint(1)", "actor.dispose", "critic.dispose", "engines.dispose"]
     (record,) = [r for r in caplog.records if r.levelname == "ERROR"]
     assert "the checkpoint after 1 rollouts failed as well" in record.getMessage()
@@ -216,5 +217,5 @@ def test_lost_or_doubled_samples_are_refused() -> None:
     log = Log()
     groups = [FakeGroup(log, "critic", "critic"), FakeGroup(log, "actor", "actor")]
     with pytest.raises(ValueError, match=r"returned samples \(0, 1, 2\), asked for \(0, 1, 2, 3\)"):
-        train(range(1), source, Losing(log), groups, NoEvaluation(), NoCheckpoints(log), RecordingSink())
+        train(range(1), source, Losing(log), groups, NoEvaluation(), NoCheckpoints(log), RecordingSink(), StopRequest())
     assert "critic.wake" not in log.events

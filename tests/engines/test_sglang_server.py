@@ -299,7 +299,7 @@ def test_another_server_on_its_port_is_not_taken_for_it(
     life: Life, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A left-over of another run, with the same plugin, answers /health while ours still imports."""
-    monkeypatch.setattr(Handler, "worker", subprocess.Popen(["sleep", "60"]), raising=False)
+    monkeypatch.setattr(Handler, "worker", subprocess.Popen(["/bin/sleep", "60"]), raising=False)
     monkeypatch.setattr(Handler, "broker", socket.socket(), raising=False)
     monkeypatch.setattr(Handler, "failed", life.directory / "never", raising=False)
     monkeypatch.setattr(Handler, "log_message", lambda *args: None)

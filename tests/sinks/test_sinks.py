@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from miles_dmd2.observability import PhaseClock, SinkGroup
 from miles_dmd2.sinks.console import ConsoleSink
 from miles_dmd2.sinks.jsonl import JsonlSink, read_jsonl
+from miles_dmd2.sinks.status import StatusSink
 
 
 class Terminal(io.StringIO):
@@ -89,3 +92,16 @@ def test_phase_clock_adds_up_and_forgets(monkeypatch: pytest.MonkeyPatch) -> Non
             pass
     assert clock.take() == {"time/sync": 3.0}
     assert clock.take() == {}
+
+
+def test_status_says_what_the_run_is_doing(tmp_path: Path) -> None:
+    sink = StatusSink(tmp_path / "status.json")
+    said = []
+    for step in (lambda: sink.phase(3, "generate"), lambda: sink.metrics(3, {"a": 1.0}), sink.close):
+        step()
+        status = json.loads((tmp_path / "status.json").read_text())
+        said.append((status["rollout"], status["phase"]))
+        assert status["pid"] == os.getpid()
+        assert status["since"] <= time.time()
+    assert said == [(3, "generate"), (3, "generate"), (3, "end")]
+    assert [path.name for path in tmp_path.iterdir()] == ["status.json"]

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from miles_dmd2.algo import sample_score_sigma
 from miles_dmd2.config.clock import EVERY_ROLLOUT, StudentClock
 from miles_dmd2.training import ActorTrainer, CriticTrainer, OptimizerSettings, Ranks, TrainerSettings, wanted_ids
 from miles_dmd2.training.batching import TrainInputHook
-from miles_dmd2.training.scoring import Guidance
+from miles_dmd2.training.scoring import Guidance, ScoreSigma
 from miles_dmd2.training.sharding import full
 from miles_dmd2.types import RolloutSample
 from tests.training.toy import GRID, LABELS, ToyAdapter, make_sample, make_windows
@@ -93,7 +91,7 @@ def make_critic(ranks: Ranks, setup: Setup, adapter: ToyAdapter | None = None) -
         adapter.load_transformer(),
         adapter.load_transformer(),
         ranks,
-        score_sigma=partial(sample_score_sigma, lo=0.02, hi=0.98, law=setup.law),
+        score_sigma=ScoreSigma(law=setup.law),
         loss_space=setup.space,
         scoring=setup.scoring,
         guidance=None if setup.guidance == 1 else Guidance(setup.guidance, UNCOND),

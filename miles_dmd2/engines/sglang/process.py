@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from miles_dmd2.config.environment import SESSION_ROOT
 from miles_dmd2.engines.base import EngineError
 
 # Every second one, because a server takes pairs. Below what Linux hands out, above what Ray's workers take.
@@ -61,11 +62,11 @@ def private_folder() -> tuple[Path, IO[str]]:
     In /tmp, because a path of a socket in it may have 107 bytes. Directories of owners that were killed are removed:
     a living one holds its lock.
     """
-    for path in Path("/tmp").glob(f"{_PREFIX}*/{_LOCK}"):
+    for path in SESSION_ROOT.glob(f"{_PREFIX}*/{_LOCK}"):
         with suppress(OSError), path.open("r") as lock:  # gone meanwhile, another user's, or in use
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path.parent, ignore_errors=True)
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir="/tmp"))
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=SESSION_ROOT))
     held = (folder / "new.lock").open("w")
     fcntl.flock(held, fcntl.LOCK_EX)
     Path(held.name).rename(folder / _LOCK)  # locked from the moment that others look for it

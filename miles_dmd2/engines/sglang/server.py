@@ -233,7 +233,8 @@ class ManagedServer(Server):
 
     def _spawn(self, ports: Ports) -> None:
         launch = self._launch
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(launch.host, launch.host)
+        everywhere = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - the user's choice; we connect to loopback
+        host = everywhere.get(launch.host, launch.host)
         self._url = f"http://[{host}]:{ports.http}" if ":" in host else f"http://{host}:{ports.http}"
         self._launch_id = secrets.token_hex(8)
         self._folder = private_folder()

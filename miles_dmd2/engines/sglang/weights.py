@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.multiprocessing import reductions
 
+from miles_dmd2.config.sglang import SHARED_MEMORY
 from miles_dmd2.engines.base import EngineError
 from miles_dmd2.engines.sglang.wire import WireError
 from miles_dmd2.engines.sglang_plugin.protocol import tensor_digest, weights_digest
@@ -33,7 +34,6 @@ from miles_dmd2.types import WeightUpdate
 
 MODULE = "transformer"
 BUCKET_BYTES = 512 * 2**20  # of weights in one request
-SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "miles_dmd2_weights_"
 _LOCK = "in_use"
 _ALIGNMENT = 256  # bytes, of each tensor in a bucket on a GPU: what the allocator itself gives

@@ -21,7 +21,7 @@ def main(arguments: list[str]) -> None:
     if len(arguments) < 2 or not arguments[0].isdecimal() or arguments[1] != "--":
         raise SystemExit(f"usage: {__spec__.name} PARENT_PID -- ARGUMENTS, got {arguments[:2]}")
     die_with(int(arguments[0]))
-    os.execv(sys.executable, [sys.executable, "-m", SERVER, *arguments[2:]])
+    os.execv(sys.executable, [sys.executable, "-m", SERVER, *arguments[2:]])  # noqa: S606 - no shell is what is wanted
 
 
 def die_with(parent: int) -> None:

@@ -1,0 +1,72 @@
+"""Workers do not outlive their driver, and dead drivers' sessions are swept."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from miles_dmd2.cluster.runtime import ray_session
+
+ROOT = Path(__file__).parents[2]
+WATCH = (
+    "import sys, time; from miles_dmd2.cluster.process import end_with\n"
+    "end_with(int(sys.argv[1])); print('watching', flush=True); time.sleep(120)\n"
+)
+
+
+def watch(pid: int) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", WATCH, str(pid)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+
+
+def test_a_worker_ends_with_its_driver_at_once() -> None:
+    driver = subprocess.Popen(["sleep", "120"])  # noqa: S607 - any process will do
+    worker = watch(driver.pid)
+    try:
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == "watching\n"
+        assert worker.poll() is None
+        driver.kill()
+        driver.wait()
+        began = time.monotonic()
+        assert worker.wait(timeout=30) == 1
+        assert time.monotonic() - began < 10
+    finally:
+        driver.kill()
+        worker.kill()
+    late = watch(driver.pid)
+    assert late.wait(timeout=120) == 1, "the driver is gone already"
+
+
+@pytest.mark.ray
+def test_sessions_of_dead_drivers_are_removed_and_those_of_living_ones_stay() -> None:
+    """What Ray leaves behind when its driver is killed: the lock is nobody's."""
+    dead, living = (Path(tempfile.mkdtemp(prefix="md2-ray-1-", dir="/tmp")) for _ in range(2))
+    for session in (dead, living):
+        (session / "session_2026-01-01").mkdir()
+        (session / "driver.lock").touch()
+    with (living / "driver.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            with ray_session(None, 1, "cpu"):
+                own = set(Path("/tmp").glob(f"md2-ray-{os.getpid()}-*"))
+                assert len(own) == 1
+                assert {path.stat().st_mode & 0o777 for path in own} == {0o700}
+            assert not dead.exists()
+            assert (living / "session_2026-01-01").exists()
+            assert not any(path.exists() for path in own)
+        finally:
+            (living / "session_2026-01-01").rmdir()
+            (living / "driver.lock").unlink()
+            living.rmdir()
