@@ -42,11 +42,11 @@ def test_flags_that_are_not_ours_are_passed_on_word_by_word(typed: str, words: s
 
 def test_in_yaml_they_are_a_mapping_and_flags_win_name_by_name(write: Write) -> None:
     file = write(
-        "sglang-args: {attention_backend: fa, enable-torch-compile: true, dit-cpu-offload: false, warmup-steps: 2, "
+        "sglang-args: {attention_backend: fa, enable-torch-compile: true, disable-autocast: false, warmup-steps: 2, "
         "warmup-resolutions: [a, b]}\n"
     )
     config = ("--config", str(file))
-    others = ("--enable-torch-compile", "--dit-cpu-offload", "false", "--warmup-steps", "2")
+    others = ("--enable-torch-compile", "--disable-autocast", "false", "--warmup-steps", "2")
     assert passed_on(*config) == ("--attention-backend", "fa", *others, "--warmup-resolutions", "a", "b")
     flags = (
         "--sglang-attention-backend",
@@ -176,6 +176,7 @@ def test_every_option_of_sglang_is_refused_beside_the_local_engine() -> None:
         "--sglang-weight-sync tensor": "--sglang-weight-sync tensor",
         "--sglang-weight-directory d": "--sglang-weight-directory d",
         "--verify-weights-every 2": "--verify-weights-every 2",
+        "--probe-tolerance 0.5": "--probe-tolerance 0.5",
         "--engine-request-timeout 3": "--engine-request-timeout 3.0",
         "--engine-attempts 1": "--engine-attempts 1",
         "--engine-max-in-flight 1": "--engine-max-in-flight 1",
