@@ -16,8 +16,8 @@ from recipes.digits.run import HERE, ROOT
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
 # Of the distance that the weights travel in five rollouts. AdamW's first steps have full size whatever the gradient's,
-# so an element whose gradient is nothing but rounding may go either way. Measured: RAW raw, EMA averaged.
-SHARE = 0.01
+# so an element whose gradient is nothing but rounding may go either way. Measured: 8e-5 raw, 1.5e-4 averaged.
+SHARE = 0.002
 SETTINGS = {
     "--config": HERE / "configs" / "4_steps.yaml",
     "--hf-checkpoint": PIPELINE,
@@ -57,11 +57,11 @@ def test_five_rollouts_on_sglang_are_those_of_the_local_engine(tmp_path: Path, s
         here, there = weights(local / f"student_{kind}"), weights(served / f"student_{kind}")
         travelled = distance(here, weights(PIPELINE))
         assert here.keys() == there.keys()
-        assert travelled > 0.01
+        assert travelled > 0.002
         share = distance(here, there) / travelled
         print(f"{kind}: {share:.2g} of the distance travelled")
         assert 0 < share < SHARE  # 0 would be the same engine twice
-    for mine, theirs in zip(rows(local), rows(served), strict=True):
+    for mine, theirs in list(zip(rows(local), rows(served), strict=True))[:5]:  # the sixth is the last eval's
         assert mine["rollout/samples"] == theirs["rollout/samples"]
         assert mine["rollout/forwards"] == theirs["rollout/forwards"]
         assert theirs["actor/x0_mean_abs_diff"] < 1e-5
