@@ -138,7 +138,10 @@ class Chain:
             family = descendants(process.pid)
             workers = self._workers(family)  # now: phases are short
             until(lambda: reached(process) or process.poll() is not None, DEADLINE, text, 0.001)
-            self._kill(process.pid, victim, workers, descendants(process.pid) if victim == "tree" else [])
+            if victim == "tree":
+                process.send_signal(signal.SIGSTOP)  # while its processes are looked for
+                family = descendants(process.pid)
+            self._kill(process.pid, victim, workers, family)
             met = self.status(process.pid)
             if victim not in workers:
                 process.wait(DEADLINE)  # Ray's processes have its pipes open for a while
