@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from miles_dmd2.algo import sigma_grid
 from miles_dmd2.models.checkpoint import read_config
 from miles_dmd2.models.weights import mismatch, not_finite, safetensors_shapes
 
@@ -26,6 +28,47 @@ def static_shift_scheduler(shift: float) -> dict[str, Any]:
     scheduler = FlowMatchEulerDiscreteScheduler(shift=shift, use_dynamic_shifting=False, shift_terminal=None)
     config: dict[str, Any] = json.loads(scheduler.to_json_string())
     return config
+
+
+def plain_call_scheduler(num_steps: int, shift: float) -> dict[str, Any]:
+    """As above, for pipelines that name the number of steps and no sigmas (SD3, Wan): N steps, and only N, give the
+    values of `sigma_grid(N, shift)` to one fp32 rounding.
+
+    FlowMatchEuler then shifts linspace(1, m, N), where m is its own shifted 1/1000, and stretches the result so that it
+    ends at `shift_terminal`. In the step i that is 1 - i / (a + b i), and so is the grid: a shift s' and the last sigma
+    of the grid as the terminal make them the same. With c = (1 - 1/s)(N - 1)/N / 0.999, s' is the smaller root of
+    0.001 c s'^2 - (1 - 0.999 c) s' + 1 = 0. ValueError: there is none, for long grids with a large shift.
+    """
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    terminal = None
+    if num_steps > 1:
+        terminal = sigma_grid(num_steps, shift)[-2].item()
+        c = (1 - 1 / shift) * (num_steps - 1) / num_steps / 0.999
+        middle = 1 - 0.999 * c
+        if middle <= 0 or middle**2 < 0.004 * c:
+            raise ValueError(f"no scheduler config gives {num_steps} steps with shift {shift:g}: lower one of them")
+        shift = 2 / (middle + math.sqrt(middle**2 - 0.004 * c))
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=shift, use_dynamic_shifting=False, shift_terminal=terminal)
+    config: dict[str, Any] = json.loads(scheduler.to_json_string())
+    return config
+
+
+def write_student(
+    checkpoint: Path,
+    weights: Mapping[str, Tensor],
+    num_steps: int,
+    shift: float,
+    scheduler_config: Mapping[str, Any],
+    call: Mapping[str, Any],
+    directory: Path,
+) -> None:
+    """`write_pipeline` for a student with the grid `sigma_grid(num_steps, shift)`; `call`: what else its pipeline's
+    call needs. student.json holds all of that.
+    """
+    sigmas = sigma_grid(num_steps, shift).tolist()
+    student = {"num_inference_steps": num_steps, "shift": shift, "sigmas": sigmas, **call}
+    write_pipeline(checkpoint, "transformer", weights, scheduler_config, student, directory)
 
 
 def write_pipeline(
