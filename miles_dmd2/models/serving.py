@@ -93,7 +93,7 @@ def only_tensor(fields: Mapping[str, object], name: str, shape: tuple[int | None
     found = list(tensor.shape) if isinstance(tensor, Tensor) else None
     wanted = ["L" if length is None else length for length in shape]
     if found is None or len(found) != len(shape) or any(w not in (None, n) for w, n in zip(shape, found, strict=True)):
-        raise ValueError(f"{name} must be {wanted}, got {found or type(value).__name__}")
+        raise ValueError(f"{name} must be {wanted}, got {type(value).__name__ if found is None else found}")
     assert isinstance(tensor, Tensor)
     return tensor.to(torch.float32)
 
