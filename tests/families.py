@@ -11,7 +11,7 @@ import pytest
 
 from miles_dmd2.models.base import ModelAdapter
 from miles_dmd2.models.registry import build_adapter
-from tests import tiny_klein, tiny_parts, tiny_qwen, tiny_sd3
+from tests import tiny_klein, tiny_parts, tiny_qwen, tiny_sd3, tiny_wan, tiny_z_image
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,10 @@ class Tiny:
     call: Mapping[str, Any] = field(default_factory=lambda: {"guidance_scale": 1.0})
     variants: tuple[Mapping[str, Any], ...] = ()
     bf16: float = 0.05
+    label: str = ""  # of a second pipeline of one family
+
+    def __str__(self) -> str:
+        return self.label or self.name
 
     def adapter(self, checkpoint: Path) -> ModelAdapter:
         return build_adapter(checkpoint, *self.size, self.num_frames)
@@ -65,10 +69,22 @@ TINY = (
         variants=({"qk_norm": "rms_norm", "dual_attention_layers": (0,)},),
     ),
     Tiny("flux2_klein", tiny_klein.build, {"num_layers": 1, "num_single_layers": 1}),
+    Tiny("z_image", tiny_z_image.build, {"n_layers": 1}, call={"guidance_scale": 0.0}),
+    Tiny("wan", tiny_wan.build, {"num_layers": 1}, num_frames=5, default=(480, 832, 81)),
+    Tiny(
+        "wan",
+        tiny_wan.build_ti2v,
+        {"num_layers": 1},
+        label="wan_ti2v",
+        size=(96, 64),
+        num_frames=5,
+        default=(480, 832, 81),
+        multiple=32,
+    ),
 )
 
 
-@pytest.fixture(scope="session", params=TINY, ids=lambda tiny: tiny.name)
+@pytest.fixture(scope="session", params=TINY, ids=str)
 def tiny(request: pytest.FixtureRequest) -> Tiny:
     return request.param
 
@@ -79,9 +95,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Tiny], Pa
     written: dict[str, Path] = {}
 
     def checkpoint_of(tiny: Tiny) -> Path:
-        if tiny.name not in written:
-            written[tiny.name] = tiny.build(tmp_path_factory.mktemp("families") / tiny.name)
-        return written[tiny.name]
+        if str(tiny) not in written:
+            written[str(tiny)] = tiny.build(tmp_path_factory.mktemp("families") / str(tiny))
+        return written[str(tiny)]
 
     return checkpoint_of
 

@@ -99,6 +99,7 @@ CASES = {
     "taken directory": (taken_run_dir, ["--run-dir", "holds another run", "--load"]),
     "no checkpoint": (changed(load="/nowhere"), ["--load /nowhere", "no such directory"]),
     "canvas": (changed(diffusion_height=33), ["--diffusion-height 33", "32"]),
+    "frames": (changed(diffusion_num_frames=5), ["--diffusion-num-frames 5", "single pictures"]),
     "not yet: sde": (changed(dmd2_student_sample_type="sde"), ["sde", "not available"]),
     "not yet: sglang": (changed(rollout_engine="sglang"), ["sglang", "not available"]),
 }

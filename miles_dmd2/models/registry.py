@@ -26,6 +26,8 @@ FAMILIES = (
     Family("qwen_image", ("QwenImagePipeline",), "miles_dmd2.models.qwen_image:QwenImageAdapter"),
     Family("sd3", ("StableDiffusion3Pipeline",), "miles_dmd2.models.sd3:SD3Adapter"),
     Family("flux2_klein", ("Flux2KleinPipeline",), "miles_dmd2.models.flux2_klein:Flux2KleinAdapter"),
+    Family("z_image", ("ZImagePipeline",), "miles_dmd2.models.z_image:ZImageAdapter"),
+    Family("wan", ("WanPipeline",), "miles_dmd2.models.wan:WanAdapter"),
 )
 
 

@@ -67,7 +67,7 @@ def close(a: Tensor, b: Tensor, tolerance: float = FP32) -> None:
 
 
 def test_every_registered_family_is_tested_here() -> None:
-    assert [tiny.name for tiny in TINY] == [family.name for family in FAMILIES]
+    assert list(dict.fromkeys(tiny.name for tiny in TINY)) == [family.name for family in FAMILIES]
 
 
 # -- the pipeline's own forward ----------------------------------------------------------------------------------
@@ -99,7 +99,11 @@ def test_the_network_gets_what_the_pipeline_gives_it(
         for ours, wanted in zip(seen, theirs.inputs, strict=True):
             assert ours.keys() == wanted.keys()
             for name, value in ours.items():
-                close(value.double(), wanted[name].double(), 1e-6 * max(1.0, wanted[name].abs().max().item()))
+                theirs_of_it = wanted[name]
+                if name == "timestep" and theirs_of_it.ndim == 2:  # one a token there, all equal; one a sample here
+                    value = value.unsqueeze(1).expand_as(theirs_of_it)
+                scale = max(1.0, theirs_of_it.abs().max().item())
+                close(value.double(), theirs_of_it.double(), 1e-6 * scale)
 
 
 def test_velocity_is_what_the_pipelines_scheduler_gets(
@@ -436,8 +440,8 @@ def test_pickled_weights_are_never_read(tiny: Tiny, checkpoint: Path, tmp_path: 
 def test_default_canvas_is_the_pipelines(tiny: Tiny, checkpoint: Path) -> None:
     found = build_adapter(checkpoint)
     assert (found.height, found.width, found.num_frames) == tiny.default
-    height, width, _ = tiny.default
-    assert build_adapter(checkpoint, height=height // 2).width == width
+    _, width, _ = tiny.default
+    assert build_adapter(checkpoint, height=tiny.multiple).width == width
 
 
 @pytest.mark.parametrize(("value", "nearest"), [(33, 32), (0, "multiple"), (-16, "multiple"), (1000, 992)])
@@ -454,7 +458,7 @@ def test_a_size_that_the_family_cannot_make_names_the_nearest(
 
 def test_frames_that_the_family_cannot_make(tiny: Tiny, checkpoint: Path) -> None:
     message = "makes single pictures" if tiny.num_frames == 1 else "the nearest is 5"
-    for frames in (6, 7) if tiny.num_frames == 1 else (4, 6, 7 - 1):
+    for frames in (0, 5) if tiny.num_frames == 1 else (4, 6):
         with pytest.raises(ValueError, match=rf"--diffusion-num-frames {frames}.*{message}"):
             build_adapter(checkpoint, *tiny.size, frames)
 
