@@ -198,7 +198,7 @@ def train_and_export(
             stop,
             student_clock(config, trainers),
         )
-        adapter = build_adapter(config.model.hf_checkpoint, config.model.diffusion_height, config.model.diffusion_width)
+        adapter = build_adapter(config.model.hf_checkpoint, *config.canvas)
         for kind, update in weights.items():
             tensors = fetch(update, config.cluster.phase_timeout)
             directory = run_dir / f"student_{kind}"
@@ -319,7 +319,7 @@ def _check_canvas(config: Config, prompts: Sequence[str]) -> ModelAdapter:
     from miles_dmd2.models.registry import build_adapter
 
     try:
-        adapter = build_adapter(config.model.hf_checkpoint, config.model.diffusion_height, config.model.diffusion_width)
+        adapter = build_adapter(config.model.hf_checkpoint, *config.canvas)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     except (TypeError, KeyError, AttributeError) as error:

@@ -100,6 +100,7 @@ CASES = {
     "taken directory": (taken_run_dir, ["--run-dir", "holds another run", "--load"]),
     "no checkpoint": (changed(load="/nowhere"), ["--load /nowhere", "no such directory"]),
     "canvas": (changed(diffusion_height=33), ["--diffusion-height 33", "32"]),
+    "frames": (changed(diffusion_num_frames=5), ["--diffusion-num-frames 5", "single pictures"]),
     "sglang without a Python": (changed(rollout_engine="sglang"), ["--sglang-python is required"]),
     "sglang's Python": (
         changed(rollout_engine="sglang", sglang_python="/nowhere/python"),

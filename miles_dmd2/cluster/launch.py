@@ -72,6 +72,7 @@ def worker_settings(config: Config) -> WorkerSettings:
         checkpoint=config.model.hf_checkpoint.resolve(),
         height=config.model.diffusion_height,
         width=config.model.diffusion_width,
+        num_frames=config.model.diffusion_num_frames,
         forward_dtype=config.model.forward_dtype,
         device=cluster.device,
         threads=config.threads,

@@ -23,6 +23,7 @@ class WorkerSettings:
     checkpoint: Path
     height: int | None
     width: int | None
+    num_frames: int | None
     forward_dtype: Literal["fp32", "bf16"]
     device: Literal["cpu", "cuda"]
     threads: int

@@ -277,4 +277,5 @@ def _start(job: TrainerJob, adapter: ModelAdapter) -> nn.Module:
     """The trained network as it begins: from the trainer's own checkpoint; the teacher is always the run's."""
     if job.spec.checkpoint.resolve() == adapter.checkpoint:
         return adapter.load_transformer()
-    return build_adapter(job.spec.checkpoint, adapter.height, adapter.width).load_transformer()
+    canvas = (adapter.height, adapter.width, adapter.num_frames)
+    return build_adapter(job.spec.checkpoint, *canvas).load_transformer()

@@ -35,6 +35,7 @@ class ModelSection(Section):
     )
     diffusion_height: PositiveInt | None = Field(None, description="height in pixels (default: the checkpoint's own)")
     diffusion_width: PositiveInt | None = Field(None, description="width in pixels (default: the checkpoint's own)")
+    diffusion_num_frames: PositiveInt | None = Field(None, description="frames of a clip (default: the family's own)")
     forward_dtype: Literal["fp32", "bf16"] = Field("fp32", description="dtype of forwards; master weights stay fp32")
 
 
@@ -339,6 +340,12 @@ class Config(BaseModel):
     trainer: TrainerSection
     cluster: ClusterSection
     run: RunSection
+
+    @property
+    def canvas(self) -> tuple[int | None, int | None, int | None]:
+        """Height, width and frames; None stands for the family's own."""
+        model = self.model
+        return (model.diffusion_height, model.diffusion_width, model.diffusion_num_frames)
 
     @property
     def samples_per_rollout(self) -> int:

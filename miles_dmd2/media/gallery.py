@@ -18,17 +18,24 @@ _GAP = 2  # pixels between them
 def save_eval_media(samples: Sequence[RolloutSample], directory: Path, rollout_id: int, kind: WeightKind) -> Path:
     """Write `eval_<rollout>_<kind>.png`, a contact sheet of the first pictures in request order; returns its path.
 
-    ValueError for a sample without media. Of a clip, the middle frame is shown.
+    ValueError for a sample without media. Of a clip, the first, middle and last frames stand side by side.
     """
     frames = []
     for sample in samples[:_LARGEST]:
         if sample.media is None:
             raise ValueError(f"eval sample {sample.sample_id} came back without decoded media")
-        frames.append(sample.media[len(sample.media) // 2].numpy())
+        frames.append(shown_frames(sample.media.numpy()))
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"eval_{rollout_id:06d}_{kind}.png"
     Image.fromarray(contact_sheet(frames, columns=math.ceil(math.sqrt(len(frames))))).save(path)
     return path
+
+
+def shown_frames(media: np.ndarray) -> np.ndarray:
+    """uint8 `[frames, height, width, 3]` -> one picture: of a clip, the first, middle and last in a row."""
+    count = len(media)
+    indices = dict.fromkeys((0, count // 2, count - 1))
+    return np.concatenate([media[index] for index in indices], axis=1)
 
 
 def contact_sheet(frames: Sequence[np.ndarray], columns: int) -> np.ndarray:

@@ -8,7 +8,7 @@ conditioning and how conditioning becomes forward arguments, and the names of sp
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -39,16 +39,30 @@ class ModelAdapter(ABC):
 
     family: ClassVar[str]
     pipeline_classes: ClassVar[tuple[str, ...]]  # `_class_name` values of model_index.json that this adapter serves
+    makes_clips: ClassVar[bool] = False
 
-    def __init__(self, checkpoint: Path, height: int, width: int) -> None:
+    def __init__(self, checkpoint: Path, height: int, width: int, num_frames: int = 1) -> None:
+        """ValueError: more than one frame from a family of single pictures."""
+        if num_frames != 1 and not self.makes_clips:
+            raise ValueError(
+                f"--diffusion-num-frames {num_frames}: {self.family} makes single pictures; leave it out, or use 1"
+            )
         self.checkpoint = checkpoint
         self.height = height
         self.width = width
+        self.num_frames = num_frames
 
     @classmethod
     def default_size(cls, checkpoint: Path) -> tuple[int, int]:
         """(height, width) for a run that names none. ValueError, unless the family knows one."""
         raise ValueError(f"{cls.family} has no default size: give --diffusion-height and --diffusion-width")
+
+    @classmethod
+    def default_frames(cls, checkpoint: Path) -> int:
+        """Frames for a run that names none. ValueError, unless the family knows a number."""
+        if cls.makes_clips:
+            raise ValueError(f"{cls.family} has no default length: give --diffusion-num-frames")
+        return 1
 
     @property
     @abstractmethod
@@ -117,4 +131,52 @@ class ModelAdapter(ABC):
 
     @abstractmethod
     def export_pipeline(self, weights: Mapping[str, Tensor], sampling: StudentSampling, directory: Path) -> None:
-        """Write a diffusers pipeline: this checkpoint with these transformer weights and the student's sampling."""
+        """Write a diffusers pipeline: this checkpoint with these transformer weights and the student's sampling.
+
+        Called with `num_inference_steps=sampling.num_steps` and what student.json says beside it, it is the student; a
+        grid of its own has to be given too: student.json's sigmas without the terminal 0. ValueError: the directory
+        exists, or the weights do not fit.
+        """
+
+    def check_inputs(self, x: Tensor, sigma: Tensor, rows: int) -> None:
+        """ValueError unless x, sigma and the conditioning, of `rows` samples, are what `velocity` takes."""
+        if x.shape[1:] != self.latent_shape or sigma.shape != x.shape[:1] or rows != x.shape[0]:
+            raise ValueError(
+                f"velocity takes x [batch, {', '.join(map(str, self.latent_shape))}], sigma [batch] and conditioning "
+                f"of [batch] samples, got {list(x.shape)}, {list(sigma.shape)} and {rows} samples"
+            )
+
+
+def one_record_each(prompts: Sequence[str], encode: Callable[[str], Conditioning]) -> list[Conditioning]:
+    """Each prompt encoded by itself, so that no record depends on the batch; equal prompts share one record."""
+    found = {prompt: encode(prompt) for prompt in dict.fromkeys(prompts)}
+    return [found[prompt] for prompt in prompts]
+
+
+def stack_rows(conds: Sequence[Conditioning], name: str, shape: tuple[int, ...]) -> Tensor:
+    """Field `name` of several samples, `[batch, *shape]`. ValueError: none, or another shape."""
+    if not conds:
+        raise ValueError("collate needs the conditioning of at least one sample")
+    rows = [cond[name] for cond in conds]
+    for row in rows:
+        if row.shape != shape:
+            raise ValueError(f"{name} must be {list(shape)}, got {list(row.shape)}")
+    return torch.stack(rows)
+
+
+def pad_rows(conds: Sequence[Conditioning], name: str, width: int) -> tuple[Tensor, Tensor | None]:
+    """Field `name`, rows `[L, width]` of any length L >= 1: `[batch, L, width]`, and a bool mask `[batch, L]` where
+    lengths differ. ValueError: none, or rows of another shape.
+    """
+    if not conds:
+        raise ValueError("collate needs the conditioning of at least one sample")
+    rows = [cond[name] for cond in conds]
+    for row in rows:
+        if row.ndim != 2 or row.shape[1] != width or not len(row):
+            raise ValueError(f"{name} must be [L, {width}] with L >= 1, got {list(row.shape)}")
+    lengths = [len(row) for row in rows]
+    if len(set(lengths)) == 1:
+        return torch.stack(rows), None
+    longest = torch.arange(max(lengths), device=rows[0].device)
+    mask = longest < torch.tensor(lengths, device=longest.device).unsqueeze(1)
+    return nn.utils.rnn.pad_sequence(rows, batch_first=True), mask

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -53,16 +54,54 @@ def flow_match_scheduler(sampling: StudentSampling) -> dict[str, Any]:
     For linspace(1, 1/N, N) its grid has the bits of `sigma_grid(N, shift)`; without a shift it takes the pipeline's
     `sigmas` as they are. Its stochastic sampling is the SDE: (1 - sigma') x0 + sigma' fresh noise.
     """
+    return _flow_match(1.0 if sampling.shift is None else sampling.shift, None, sampling)
+
+
+def plain_call_scheduler(sampling: StudentSampling) -> dict[str, Any]:
+    """As above, for pipelines that name the number of steps and no sigmas (SD3, Wan): N steps, and only N, give the
+    values of `sigma_grid(N, shift)` to one fp32 rounding. Without a shift it is the same config as above.
+
+    FlowMatchEuler then shifts linspace(1, m, N), where m is its own shifted 1/1000, and stretches the result so that it
+    ends at `shift_terminal`. In the step i that is 1 - i / (a + b i), and so is the grid: a shift s' and the last sigma
+    of the grid as the terminal make them the same. With c = (1 - 1/s)(N - 1)/N / 0.999, s' is the smaller root of
+    0.001 c s'^2 - (1 - 0.999 c) s' + 1 = 0. ValueError: there is none, for long grids with a large shift.
+    """
+    num_steps, shift = sampling.num_steps, sampling.shift
+    if shift is None or num_steps == 1:
+        return flow_match_scheduler(sampling)
+    c = (1 - 1 / shift) * (num_steps - 1) / num_steps / 0.999
+    middle = 1 - 0.999 * c
+    if middle <= 0 or middle**2 < 0.004 * c:
+        raise ValueError(f"no scheduler config gives {num_steps} steps with shift {shift:g}: lower one of them")
+    return _flow_match(2 / (middle + math.sqrt(middle**2 - 0.004 * c)), sampling.sigmas[-2], sampling)
+
+
+def _flow_match(shift: float, terminal: float | None, sampling: StudentSampling) -> dict[str, Any]:
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     scheduler = FlowMatchEulerDiscreteScheduler(
-        shift=1.0 if sampling.shift is None else sampling.shift,
+        shift=shift,
         use_dynamic_shifting=False,
-        shift_terminal=None,
+        shift_terminal=terminal,
         stochastic_sampling=sampling.sample_type == "sde",
     )
     config: dict[str, Any] = json.loads(scheduler.to_json_string())
     return config
+
+
+def write_student(
+    checkpoint: Path,
+    weights: Mapping[str, Tensor],
+    sampling: StudentSampling,
+    scheduler_config: Mapping[str, Any],
+    call: Mapping[str, Any],
+    directory: Path,
+) -> None:
+    """`write_pipeline` for a student; `call`: what its pipeline's call needs beside the sampling. student.json holds
+    both.
+    """
+    student = {**sampling.described(), **call}
+    write_pipeline(checkpoint, "transformer", weights, scheduler_config, student, directory)
 
 
 def write_pipeline(

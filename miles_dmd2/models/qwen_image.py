@@ -9,8 +9,7 @@ teacher, critic, student and engine agree. x_sigma, hops and x0 are computed fro
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,10 +17,18 @@ import torch
 from torch import Tensor, nn
 
 from miles_dmd2.algo import initial_noise, key_seed, normal
-from miles_dmd2.models.base import Components, ModelAdapter
+from miles_dmd2.models.base import Components, ModelAdapter, one_record_each, pad_rows
 from miles_dmd2.models.checkpoint import FLAG, positive_int, read_config
-from miles_dmd2.models.export import StudentSampling, flow_match_scheduler, write_pipeline
-from miles_dmd2.models.offload import own_storage
+from miles_dmd2.models.export import StudentSampling, flow_match_scheduler, write_student
+from miles_dmd2.models.loading import (
+    check_pipeline_class,
+    check_size,
+    full_precision,
+    load_pipeline,
+    load_transformer,
+    pixels_of,
+    quiet,
+)
 from miles_dmd2.models.planar import decode_frame, encode_frame
 from miles_dmd2.models.qwen_image_serving import EMBEDS, QwenImageServing
 from miles_dmd2.types import Conditioning
@@ -51,12 +58,10 @@ class QwenImageAdapter(ModelAdapter):
     family: ClassVar[str] = "qwen_image"
     pipeline_classes: ClassVar[tuple[str, ...]] = ("QwenImagePipeline",)
 
-    def __init__(self, checkpoint: Path, height: int, width: int) -> None:
+    def __init__(self, checkpoint: Path, height: int, width: int, num_frames: int = 1) -> None:
         """ValueError: configs missing, malformed or of an unsupported variant, a size the family cannot make."""
-        super().__init__(checkpoint, height, width)
-        index = read_config(checkpoint, "model_index.json")
-        if index.get("_class_name") not in self.pipeline_classes:
-            raise ValueError(f"{FLAG} {checkpoint}: not a {self.pipeline_classes[0]}: {index.get('_class_name')!r}")
+        super().__init__(checkpoint, height, width, num_frames)
+        check_pipeline_class(checkpoint, read_config(checkpoint, "model_index.json"), self.pipeline_classes)
         where = "transformer/config.json"
         transformer, vae = read_config(checkpoint, where), read_config(checkpoint, "vae/config.json")
         for key in UNSUPPORTED:
@@ -75,7 +80,7 @@ class QwenImageAdapter(ModelAdapter):
             )
         self._vae_scale = vae_scale_factor(vae)
         for name, value in (("height", height), ("width", width)):
-            _check_size(f"--diffusion-{name}", value, self._vae_scale * PATCH)
+            check_size(f"--diffusion-{name}", value, self._vae_scale * PATCH)
         self._grid = (height // self._vae_scale // PATCH, width // self._vae_scale // PATCH)
 
     @classmethod
@@ -98,50 +103,15 @@ class QwenImageAdapter(ModelAdapter):
         return pack(noise[:, 0])[0]
 
     def load_transformer(self, dtype: torch.dtype = torch.float32) -> nn.Module:
-        """The checkpoint's transformer on the CPU, in eval mode, each parameter with a storage of its own.
-
-        Its two entry layers cast their input to the dtype that their weight has at that moment, which is how a forward
-        under FSDP2 mixed precision (fp32 shards, gathered in bf16) gets bf16 inputs: no one else knows the policy.
-        ValueError: safetensors files that are missing or do not fit the config.
-        """
         from diffusers import QwenImageTransformer2DModel
 
-        with _quiet():
-            transformer, report = QwenImageTransformer2DModel.from_pretrained(
-                self.checkpoint,
-                subfolder="transformer",
-                dtype=dtype,
-                use_safetensors=True,
-                local_files_only=True,
-                low_cpu_mem_usage=True,
-                output_loading_info=True,
-            )
-        problems = {key: value for key, value in report.items() if value}
-        if problems:
-            raise ValueError(f"{FLAG} {self.checkpoint}: transformer weights do not fit its config: {problems}")
-        own_storage(transformer)
-        for entry in (transformer.img_in, transformer.txt_norm):
-            entry.register_forward_pre_hook(_cast_to_weight)
-        return transformer
+        return load_transformer(QwenImageTransformer2DModel, self.checkpoint, dtype, "img_in.weight", ("timestep",))
 
     def load_components(self, dtype: torch.dtype = torch.float32) -> Components:
-        """Text encoder, tokenizer and VAE as the pipeline loads them; modules frozen, on the CPU."""
         from diffusers import QwenImagePipeline
 
-        with _quiet():
-            pipeline = QwenImagePipeline.from_pretrained(
-                self.checkpoint,
-                transformer=None,
-                scheduler=None,
-                dtype=dtype,
-                use_safetensors=True,
-                local_files_only=True,
-            )
-        components = Components(pipeline.text_encoder, pipeline.tokenizer, pipeline.vae)
-        for module in components.modules():
-            module.eval().requires_grad_(False)
-            own_storage(module)
-        return components
+        pipeline = load_pipeline(QwenImagePipeline, self.checkpoint, dtype)
+        return Components(pipeline.text_encoder, pipeline.tokenizer, pipeline.vae)
 
     @torch.no_grad()
     def encode_prompts(self, components: Components, prompts: Sequence[str]) -> list[Conditioning]:
@@ -152,7 +122,7 @@ class QwenImageAdapter(ModelAdapter):
         """
         from diffusers import QwenImagePipeline
 
-        with _quiet():
+        with quiet():
             pipeline = QwenImagePipeline(
                 scheduler=None,
                 vae=components.vae,
@@ -160,14 +130,13 @@ class QwenImageAdapter(ModelAdapter):
                 tokenizer=components.tokenizer,
                 transformer=None,
             )
-        found: dict[str, Conditioning] = {}
-        for prompt in prompts:
-            if prompt not in found:
-                device = next(components.text_encoder.parameters()).device
-                embeds, _ = pipeline.encode_prompt(prompt, device=device)
-                row = self._checked_embeds(embeds[0], prompt)
-                found[prompt] = {EMBEDS: row.to("cpu", torch.float32, copy=True)}
-        return [found[prompt] for prompt in prompts]
+        device = next(components.text_encoder.parameters()).device
+
+        def encode(prompt: str) -> Conditioning:
+            embeds, _ = pipeline.encode_prompt(prompt, device=device)
+            return {EMBEDS: self._checked_embeds(embeds[0], prompt).to("cpu", torch.float32, copy=True)}
+
+        return one_record_each(prompts, encode)
 
     def _checked_embeds(self, embeds: Tensor, prompt: str) -> Tensor:
         if not len(embeds):
@@ -187,8 +156,7 @@ class QwenImageAdapter(ModelAdapter):
             for values in (vae.config.latents_mean, vae.config.latents_std)
         )
         pixels = decode_frame(vae, planes / (1.0 / deviation) + mean)
-        pixels = (pixels * 0.5 + 0.5).clamp(0, 1).permute(0, 2, 3, 1).float()
-        return (pixels * 255).round().to(torch.uint8).unsqueeze(1).cpu()
+        return pixels_of(pixels).unsqueeze(1)
 
     @torch.no_grad()
     def encode(self, components: Components, pixels: Tensor) -> Tensor:
@@ -210,18 +178,8 @@ class QwenImageAdapter(ModelAdapter):
 
     def collate(self, conds: Sequence[Conditioning]) -> dict[str, Tensor]:
         """prompt_embeds `[batch, L, d]`; prompt_embeds_mask, bool `[batch, L]`, only where lengths differ."""
-        if not conds:
-            raise ValueError("collate needs the conditioning of at least one sample")
-        embeds = [cond[EMBEDS] for cond in conds]
-        for row in embeds:
-            if row.ndim != 2 or row.shape[1] != self._text_dim or not len(row):
-                raise ValueError(f"{EMBEDS} must be [L, {self._text_dim}] with L >= 1, got {list(row.shape)}")
-        lengths = [len(row) for row in embeds]
-        if len(set(lengths)) == 1:
-            return {EMBEDS: torch.stack(embeds)}
-        longest = torch.arange(max(lengths), device=embeds[0].device)
-        mask = longest < torch.tensor(lengths, device=longest.device).unsqueeze(1)
-        return {EMBEDS: nn.utils.rnn.pad_sequence(embeds, batch_first=True), MASK: mask}
+        embeds, mask = pad_rows(conds, EMBEDS, self._text_dim)
+        return {EMBEDS: embeds} if mask is None else {EMBEDS: embeds, MASK: mask}
 
     def velocity(self, transformer: nn.Module, x: Tensor, sigma: Tensor, cond: Mapping[str, Tensor]) -> Tensor:
         """fp32 `[batch, tokens, channels]`; fp64 from a transformer with fp64 parameters.
@@ -230,21 +188,16 @@ class QwenImageAdapter(ModelAdapter):
         the variance in RMSNorm pass through fp32 inside diffusers. ValueError: shapes.
         """
         embeds = cond[EMBEDS]
-        if x.shape[1:] != self.latent_shape or sigma.shape != x.shape[:1] or embeds.shape[0] != x.shape[0]:
-            raise ValueError(
-                f"velocity takes x [batch, {', '.join(map(str, self.latent_shape))}], sigma [batch] and {EMBEDS} "
-                f"[batch, L, d], got {list(x.shape)}, {list(sigma.shape)} and {list(embeds.shape)}"
-            )
-        dtype = next(transformer.parameters()).dtype
+        self.check_inputs(x, sigma, len(embeds))
         velocity = transformer(
-            hidden_states=x.to(dtype),
-            encoder_hidden_states=embeds.to(dtype),
+            hidden_states=x,
+            encoder_hidden_states=embeds,
             encoder_hidden_states_mask=cond.get(MASK),
             timestep=sigma,
             img_shapes=[[(1, *self._grid)]] * x.shape[0],
             return_dict=False,
         )[0]
-        return velocity.to(torch.float64 if velocity.dtype == torch.float64 else torch.float32)
+        return full_precision(velocity)
 
     def probe_conditioning(self) -> Conditioning:
         """{"prompt_embeds": `[8, d]`}, normal by key."""
@@ -272,13 +225,8 @@ class QwenImageAdapter(ModelAdapter):
         A student with a grid of its own also takes `sigmas=`, those of student.json without the last. ValueError: the
         directory exists, or the weights do not fit.
         """
-        student = {
-            **sampling.described(),
-            "true_cfg_scale": 1.0,
-            "height": self.height,
-            "width": self.width,
-        }
-        write_pipeline(self.checkpoint, "transformer", weights, flow_match_scheduler(sampling), student, directory)
+        call = {"true_cfg_scale": 1.0, "height": self.height, "width": self.width}
+        write_student(self.checkpoint, weights, sampling, flow_match_scheduler(sampling), call, directory)
 
 
 def vae_scale_factor(vae_config: Mapping[str, Any]) -> int:
@@ -301,31 +249,3 @@ def unpack(tokens: Tensor, rows: int, columns: int) -> Tensor:
     batch, _, width = tokens.shape
     patches = tokens.reshape(batch, rows, columns, width // PATCH**2, PATCH, PATCH)
     return patches.permute(0, 3, 1, 4, 2, 5).reshape(batch, -1, rows * PATCH, columns * PATCH)
-
-
-def _check_size(flag: str, value: int, multiple: int) -> None:
-    if value < 1 or value % multiple:
-        nearest = max(multiple, round(value / multiple) * multiple)
-        raise ValueError(f"{flag} {value} must be a positive multiple of {multiple}; the nearest is {nearest}")
-
-
-def _cast_to_weight(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return (inputs[0].to(module.get_parameter("weight").dtype), *inputs[1:])
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the progress bars of diffusers and transformers, which are global switches."""
-    from diffusers.utils import logging as diffusers_logging
-    from transformers.utils import logging as transformers_logging
-
-    switches = (diffusers_logging, transformers_logging)
-    shown = [switch.is_progress_bar_enabled() for switch in switches]
-    for switch in switches:
-        switch.disable_progress_bar()
-    try:
-        yield
-    finally:
-        for switch, was in zip(switches, shown, strict=True):
-            if was:
-                switch.enable_progress_bar()

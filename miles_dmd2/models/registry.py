@@ -22,7 +22,13 @@ class Family:
     adapter: str  # module:class
 
 
-FAMILIES = (Family("qwen_image", ("QwenImagePipeline",), "miles_dmd2.models.qwen_image:QwenImageAdapter"),)
+FAMILIES = (
+    Family("qwen_image", ("QwenImagePipeline",), "miles_dmd2.models.qwen_image:QwenImageAdapter"),
+    Family("sd3", ("StableDiffusion3Pipeline",), "miles_dmd2.models.sd3:SD3Adapter"),
+    Family("flux2_klein", ("Flux2KleinPipeline",), "miles_dmd2.models.flux2_klein:Flux2KleinAdapter"),
+    Family("z_image", ("ZImagePipeline",), "miles_dmd2.models.z_image:ZImageAdapter"),
+    Family("wan", ("WanPipeline",), "miles_dmd2.models.wan:WanAdapter"),
+)
 
 
 def known_pipeline_classes() -> tuple[str, ...]:
@@ -46,7 +52,9 @@ def adapter_class(family: Family) -> type[ModelAdapter]:
     return cast("type[ModelAdapter]", getattr(importlib.import_module(module), name))
 
 
-def build_adapter(checkpoint: Path | str, height: int | None = None, width: int | None = None) -> ModelAdapter:
+def build_adapter(
+    checkpoint: Path | str, height: int | None = None, width: int | None = None, num_frames: int | None = None
+) -> ModelAdapter:
     """The adapter of a pipeline directory at a canvas size; None takes the family's own default.
 
     ValueError, one line with flag, value and remedy: missing or malformed directory, unknown family, invalid size.
@@ -57,4 +65,5 @@ def build_adapter(checkpoint: Path | str, height: int | None = None, width: int 
         default_height, default_width = adapter.default_size(checkpoint)
         height = default_height if height is None else height
         width = default_width if width is None else width
-    return adapter(checkpoint, height, width)
+    num_frames = adapter.default_frames(checkpoint) if num_frames is None else num_frames
+    return adapter(checkpoint, height, width, num_frames)

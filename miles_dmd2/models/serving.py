@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -56,8 +56,58 @@ class ServingFormat(ABC):
         return dict(tensors)
 
 
+class CanvasServing(ServingFormat):
+    """What most families share: latents cross the wire as they are here, one precision flag per text encoder."""
+
+    text_encoders: ClassVar[int] = 1
+    guidance: ClassVar[dict[str, object]] = {"guidance_scale": 1.0}  # one forward a step
+
+    def __init__(self, height: int, width: int, latent_shape: tuple[int, ...], num_frames: int = 1) -> None:
+        self._height, self._width, self._num_frames = height, width, num_frames
+        self._latent_shape = latent_shape
+
+    def launch_arguments(self, dtype: Literal["fp32", "bf16"]) -> list[str]:
+        # All of them: an fp32 transformer does not take a bf16 text encoder's output.
+        encoders = [dtype] * self.text_encoders
+        return ["--dit-precision", dtype, "--vae-precision", dtype, "--text-encoder-precisions", *encoders]
+
+    def request_fields(self) -> dict[str, object]:
+        return {"height": self._height, "width": self._width, **self.guidance}
+
+    def latent(self, tensor: Tensor) -> Tensor:
+        if tuple(tensor.shape) != self._latent_shape:
+            raise ValueError(f"a latent must be {list(self._latent_shape)}, got {list(tensor.shape)}")
+        return tensor.to(torch.float32)
+
+    def media(self, output: Tensor) -> Tensor:
+        shown = pictures(output, self._height, self._width)
+        if len(shown) != self._num_frames:
+            raise ValueError(f"generated_output must have {self._num_frames} frames, got {len(shown)}")
+        return shown
+
+
+def only_tensor(fields: Mapping[str, object], name: str, shape: tuple[int | None, ...]) -> Tensor:
+    """The tensor `name` of a reply, alone or in a list of one, as fp32. None: any length >= 1. ValueError: another."""
+    value = fields.get(name)
+    (tensor,) = value if isinstance(value, list) and len(value) == 1 else (value,)
+    found = list(tensor.shape) if isinstance(tensor, Tensor) else None
+    wanted = ["L" if length is None else length for length in shape]
+    if found is None or len(found) != len(shape) or not all(map(_fits, found, shape)):
+        other = f"a list of {len(value)}" if isinstance(value, list) else type(value).__name__
+        got = other if found is None else found
+        raise ValueError(f"{name} must be {wanted}, alone or in a list of one, got {got}")
+    assert isinstance(tensor, Tensor)
+    return tensor.to(torch.float32)
+
+
+def _fits(length: int, wanted: int | None) -> bool:
+    return length >= 1 if wanted is None else length == wanted
+
+
 def pictures(output: Tensor, height: int, width: int) -> Tensor:
-    """SGLang's decoded `[3, frames, height, width]` in [0, 1] -> uint8 `[frames, height, width, 3]`. ValueError."""
+    """SGLang's decoded `[3, (frames,) height, width]` in [0, 1] -> uint8 `[frames, height, width, 3]`. ValueError."""
+    if output.ndim == 3:
+        output = output.unsqueeze(1)
     if output.ndim != 4 or output.shape[0] != 3 or tuple(output.shape[2:]) != (height, width):
         raise ValueError(f"generated_output must be [3, frames, {height}, {width}], got {list(output.shape)}")
     frames = output.permute(1, 2, 3, 0)

@@ -66,6 +66,17 @@ def safetensors_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def read_tensor(directory: Path, name: str) -> Tensor:
+    """One tensor of a component's safetensors files. ValueError if none has it."""
+    from safetensors import safe_open
+
+    for path in sorted(directory.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            if name in file.keys():  # noqa: SIM118
+                return file.get_tensor(name).clone()
+    raise ValueError(f"no .safetensors file in {directory} has {name}")
+
+
 def _some(names: Sequence[str], limit: int = 3) -> str:
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more

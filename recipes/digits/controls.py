@@ -41,7 +41,7 @@ def control(kind: str, steps: int, options: Sequence[str] = ()) -> list[dict[str
     parsed = parse([*run.flags(steps, run_dir, smoke=False, given=options), *options])
     config, (critic_spec, actor_spec) = parsed.config, parsed.trainers
     worker, ranks = worker_settings(config), init_ranks()
-    adapter = build_adapter(worker.checkpoint, worker.height, worker.width)
+    adapter = build_adapter(worker.checkpoint, worker.height, worker.width, worker.num_frames)
     critic = build_trainer(trainer_job(config, critic_spec, worker), adapter, ranks)
     actor = build_trainer(trainer_job(config, actor_spec, worker), adapter, ranks)
     assert isinstance(critic, CriticTrainer)

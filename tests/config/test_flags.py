@@ -30,6 +30,7 @@ OTHERS: dict[str, tuple[str, Any, tuple[str, ...]]] = {
     "hf_checkpoint": ("elsewhere", "elsewhere", ()),
     "diffusion_height": ("64", 64, ()),
     "diffusion_width": ("96", 96, ()),
+    "diffusion_num_frames": ("5", 5, ()),
     "forward_dtype": ("bf16", "bf16", ()),
     "loss_type": ("dmd2", "dmd2", ()),
     "dmd2_student_sample_type": ("sde", "sde", ()),

@@ -303,7 +303,8 @@ class EngineContract:
         assert without.media is None
         assert with_media.media is not None
         assert with_media.media.dtype == torch.uint8
-        assert with_media.media.shape[1:] == (harness.adapter.height, harness.adapter.width, 3)
+        adapter = harness.adapter
+        assert with_media.media.shape == (adapter.num_frames, adapter.height, adapter.width, 3)
         assert len(with_media.media.unique()) > 2
         assert torch.equal(with_media.x0, plain[0].x0) or not harness.exact
 

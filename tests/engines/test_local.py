@@ -1,4 +1,4 @@
-"""The embedded engine against the contract, and what is its own: batches, caches, memory, dtypes."""
+"""What is the embedded engine's own: batches, caches, memory, dtypes. test_families.py runs it by the contract."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,7 +14,7 @@ from miles_dmd2.models.base import Components
 from miles_dmd2.models.qwen_image import QwenImageAdapter
 from miles_dmd2.models.weights import checksum
 from miles_dmd2.types import RolloutRequest, WeightVersion
-from tests.engines.contract import GRID, EngineContract, Harness, stacked
+from tests.engines.contract import GRID, Harness, stacked
 from tests.tiny_qwen import PROMPTS, SIZE
 
 
@@ -56,12 +56,6 @@ def harness_of(adapter: Counting, **options: object) -> Harness:
 @pytest.fixture(scope="module")
 def shared(tiny_qwen: Path) -> Harness:
     return harness_of(Counting(tiny_qwen))
-
-
-class TestLocalEngine(EngineContract):
-    @pytest.fixture
-    def harness(self, shared: Harness) -> Harness:
-        return shared
 
 
 @pytest.fixture

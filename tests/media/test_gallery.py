@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from miles_dmd2.media.gallery import contact_sheet, save_eval_media
+from miles_dmd2.media.gallery import contact_sheet, save_eval_media, shown_frames
 from miles_dmd2.types import RolloutSample, WeightVersion
 
 
@@ -28,12 +28,22 @@ def test_every_picture_lands_in_its_cell() -> None:
 
 
 def test_eval_sheet_is_named_by_rollout_and_kind_and_reads_back(tmp_path: Path) -> None:
-    samples = [sample(i, torch.full((3, 4, 4, 3), i, dtype=torch.uint8)) for i in range(4)]
+    samples = [sample(i, torch.full((1, 4, 4, 3), i, dtype=torch.uint8)) for i in range(4)]
     path = save_eval_media(samples, tmp_path / "media", 25, "ema")
     assert path.name == "eval_000025_ema.png"
     picture = np.asarray(Image.open(path))
     assert picture.shape == (10, 10, 3)
     assert (picture[6:, 6:] == 3).all()
+
+
+def test_a_clip_shows_its_first_middle_and_last_frame(tmp_path: Path) -> None:
+    clip = torch.arange(5, dtype=torch.uint8).reshape(5, 1, 1, 1).expand(5, 4, 6, 3) * 10
+    path = save_eval_media([sample(0, clip), sample(1, clip + 1)], tmp_path, 0, "raw")
+    picture = np.asarray(Image.open(path))
+    assert picture.shape == (4, 2 * 18 + 2, 3)
+    for left, value in ((0, 0), (6, 20), (12, 40), (20, 1), (26, 21), (32, 41)):
+        assert (picture[:, left : left + 6] == value).all()
+    assert len(shown_frames(clip[:2].numpy())[0]) == 12  # of two frames, both
 
 
 def test_a_sample_without_media_is_named(tmp_path: Path) -> None:

@@ -37,7 +37,10 @@ class Server:
         return json.loads(content)
 
     def rollout(self, **fields: object) -> dict[str, Any]:
-        status, content, _ = self.call("/rollout/generate", {**STOCK, **fields})
+        return self.exchange({**STOCK, **fields})
+
+    def exchange(self, body: dict[str, object]) -> dict[str, Any]:
+        status, content, _ = self.call("/rollout/generate", body)
         assert status == 200, content
         (response,) = tensors_of(msgpack.unpackb(content))
         return response

@@ -19,7 +19,10 @@ from miles_dmd2.engines.sglang_plugin import kernels, protocol, weights
 
 VISUAL = "visual"  # SGLang's name of the picture's latent stream
 # What a probe may set on a request beside "x": `name` or `name.index`.
-CONDITIONING = ("prompt_embeds", "prompt_embeds_mask", "prompt_attention_mask", "pooled_embeds", "clip_embedding_pos")
+CONDITIONING = (
+    *("prompt_embeds", "prompt_embeds_mask", "prompt_attention_mask", "prompt_seq_lens"),
+    *("pooled_embeds", "clip_embedding_pos"),
+)
 
 
 @dataclass
@@ -99,9 +102,8 @@ def place_probe(self: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
             setattr(batch, attribute, value.to(current.device, current.dtype))
         elif isinstance(current, list) and int(index) < len(current):
             old = current[int(index)]
-            setattr(
-                batch, attribute, [*current[: int(index)], value.to(old.device, old.dtype), *current[int(index) + 1 :]]
-            )
+            new = value.to(old.device, old.dtype) if isinstance(old, Tensor) else value.tolist()
+            setattr(batch, attribute, [*current[: int(index)], new, *current[int(index) + 1 :]])
         else:
             raise ValueError(f"a probe cannot set {name!r}: this request has no such part")
 
