@@ -43,15 +43,19 @@ def raw(server: Any) -> Server:
     return Server(server.url)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def weights_of_checkpoint(server: Any, adapter: ModelAdapter, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint's own weights, received through an update: other modules leave others on this server."""
+    directory = write(tmp_path_factory.mktemp("checkpoint") / "weights", checkpoint(adapter))
+    assert Server(server.url).json("/update_weights_from_disk", update(directory))["success"]
+    return directory
+
+
 @pytest.fixture
-def restored(raw: Server, adapter: ModelAdapter, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The checkpoint's own weights, received through an update, before and after a test that changes them."""
-    directory = tmp_path_factory.getbasetemp() / "checkpoint_weights"
-    if not directory.exists():
-        write(directory, checkpoint(adapter))
-    assert raw.json("/update_weights_from_disk", update(directory))["success"]
-    yield directory
-    assert raw.json("/update_weights_from_disk", update(directory))["success"]
+def restored(raw: Server, weights_of_checkpoint: Path) -> Iterator[Path]:
+    """A test that changes them."""
+    yield weights_of_checkpoint
+    assert raw.json("/update_weights_from_disk", update(weights_of_checkpoint))["success"]
 
 
 def ask(raw: Server, stop: int, **fields: object) -> dict[str, Any]:
