@@ -107,7 +107,9 @@ def build_engine(settings: EngineSettings, adapter: ModelAdapter, server_workers
             real_latents=None if settings.latents is None else read_latents(settings.latents).latents,
         )
     servers: list[Server] = [ExternalServer(url) for url in settings.servers.urls]
-    servers += [RemoteServer(actor, settings.servers.start_timeout) for actor in server_workers]
+    for i, actor in enumerate(server_workers):  # the client is on the device of the first
+        shared = "cuda" if i == 0 and worker.device == "cuda" else None
+        servers.append(RemoteServer(actor, settings.servers.start_timeout, shared_device=shared))
     return SGLangEngine(adapter, servers, settings.client)
 
 

@@ -68,9 +68,10 @@ class ServerWorker:
 class RemoteServer(Server):
     """A worker's server as a client in another process sees it."""
 
-    def __init__(self, worker: Any, start_timeout: float) -> None:
-        """`worker`: the actor, whose server is up. EngineError: it does not answer."""
+    def __init__(self, worker: Any, start_timeout: float, *, shared_device: str | None = None) -> None:
+        """`worker`: the actor, whose server is up. shared_device: see `Server`. EngineError: it does not answer."""
         self._worker = worker
+        self._shared_device = shared_device
         self._start_timeout = start_timeout
         self._url, self._launch_id = self._ask("address", _ANSWER_SECONDS)
 
@@ -85,6 +86,10 @@ class RemoteServer(Server):
     @property
     def managed(self) -> bool:
         return True
+
+    @property
+    def shared_device(self) -> str | None:
+        return self._shared_device
 
     def restart(self) -> None:
         self._url, self._launch_id = self._ask("restart", START_TRIES * self._start_timeout + _STOP_SECONDS)

@@ -71,7 +71,8 @@ class SGLangSection(Section):
         False, description="go on with an SGLang version that this project was not tested with"
     )
     sglang_weight_sync: Literal["disk", "tensor"] = Field(
-        "disk", description="how weights reach the servers: as files, or in requests (by CUDA IPC on a shared GPU)"
+        "disk",
+        description="how weights reach the servers: as files, or in requests (by CUDA IPC on the client's GPU)",
     )
     sglang_weight_directory: Path | None = Field(
         None, description="where weight files pass through; all servers must see it (default: /dev/shm if it has room)"

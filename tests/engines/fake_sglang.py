@@ -125,6 +125,7 @@ class FakeSGLang:
         self.script: deque[Fault] = deque()
         self.always: Fault | None = None
         self.deaf_to_sleep = False
+        self.shared_device: str | None = None
         self.stops = 0
         self.requests: list[dict[str, Any]] = []
         self.updates: list[dict[str, Any]] = []

@@ -428,13 +428,26 @@ def test_another_process_reads_the_bucket_in_gpu_memory() -> None:
         "c": torch.tensor(4.0, device="cuda"),
     }
     push = update_of(tensors)
-    for body in bodies(push):
+    for body in bodies(push, "cuda"):
         assert body["payload_gpu_uuids"] == [str(torch.cuda.get_device_properties(0).uuid)]
         (payload,) = body["serialized_named_tensors"]  # type: ignore[misc]
         done = subprocess.run(
             [sys.executable, "-c", READER], input=payload, capture_output=True, text=True, timeout=120, check=True
         )
         assert done.stdout.strip() == str({"a": 21.0, "b": 30.0, "c": 4.0})
-    assert push.kept().on_device is None
-    (body,) = bodies(push.kept())  # later servers get it by value
+    (body,) = bodies(push)  # servers elsewhere get it by value
     assert "payload_gpu_uuids" not in body
+
+
+def test_only_a_server_on_the_client_s_gpu_is_sent_handles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU's part is replaced: the bucket stays where it is, and its "handle" is the names in it."""
+    monkeypatch.setattr(sent_weights, "_uuid", lambda device: f"uuid of {device}")
+    monkeypatch.setattr(sent_weights, "_on_one_storage", lambda named, device: named)
+    monkeypatch.setattr(sent_weights, "_by_handle", lambda named: ",".join(name for name, _ in named))
+    monkeypatch.setattr(sent_weights, "BUCKET_BYTES", 30)
+    push = update_of({"a": torch.zeros(7), "b": torch.ones(3), "c": torch.ones(4)})
+    assert [(body["serialized_named_tensors"], body["payload_gpu_uuids"]) for body in bodies(push, "cuda")] == [
+        (["a"], ["uuid of cuda"]),
+        (["b,c"], ["uuid of cuda"]),
+    ]
+    assert not any("payload_gpu_uuids" in body for body in bodies(push))

@@ -129,7 +129,7 @@ class Calls:
         else:
             if plugin:
                 await self._json(link, "POST", "/miles_dmd2/weights/begin", {})
-            for body in bodies(push):
+            for body in bodies(push, link.server.shared_device):
                 await self._update(link, "/update_weights_from_tensor", body)
         if plugin:
             if verify:

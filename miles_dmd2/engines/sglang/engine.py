@@ -307,7 +307,7 @@ class SGLangEngine(RolloutEngine):
             self._discard(push)
             link, error = next(iter(failed.items()))
             raise EngineError(_refusal(push, link, error)) from error
-        before, self._current, self._lost = self._current, push.kept(), None
+        before, self._current, self._lost = self._current, push, None
         self._version, self._checksum = push.update.version, push.update.checksum
         self._syncs += 1
         self._discard(before)

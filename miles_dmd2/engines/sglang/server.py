@@ -64,6 +64,11 @@ class Server(Protocol):
     def managed(self) -> bool:
         """Whether `restart` is possible."""
 
+    @property
+    def shared_device(self) -> str | None:
+        """The CUDA device that it shares with its client's process, by torch's name there; None: none."""
+        return None
+
     def restart(self) -> None:
         """End what is left of it and start it again, with a new url and launch_id. EngineError with the log's tail."""
 

@@ -45,7 +45,7 @@ class Push:
     """One set of weights, ready to be sent to any server, any number of times.
 
     update: without its payload. digests: name as sent -> digest; digest: of the set. The weights are in `directory`
-    ("disk") or `tensors` (on the CPU). on_device: the same in the caller's GPU memory, for the first delivery only.
+    ("disk") or `tensors` (on the CPU).
     """
 
     update: WeightUpdate
@@ -53,11 +53,6 @@ class Push:
     digest: str
     directory: Path | None = None
     tensors: Mapping[str, Tensor] | None = None
-    on_device: Mapping[str, Tensor] | None = None
-
-    def kept(self) -> Push:
-        """What stays of it after the first delivery."""
-        return replace(self, on_device=None)
 
 
 def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -70,8 +65,7 @@ def in_memory(update: WeightUpdate, tensors: Mapping[str, Tensor]) -> Push:
     """For "tensor": a copy of everything in host memory, so that a server can get it again."""
     copies = {name: value.detach().to("cpu", copy=True).contiguous() for name, value in tensors.items()}
     digests = digests_of(copies)
-    on_device = dict(tensors) if _device_of(tensors) is not None else None
-    return Push(replace(update, payload=None), digests, weights_digest(digests), tensors=copies, on_device=on_device)
+    return Push(replace(update, payload=None), digests, weights_digest(digests), tensors=copies)
 
 
 def on_disk(update: WeightUpdate, tensors: Mapping[str, Tensor], store: WeightStore) -> Push:
@@ -82,18 +76,21 @@ def on_disk(update: WeightUpdate, tensors: Mapping[str, Tensor], store: WeightSt
     return Push(replace(update, payload=None), digests, weights_digest(digests), directory=directory)
 
 
-def bodies(push: Push) -> Iterator[dict[str, object]]:
-    """Requests of `POST /update_weights_from_tensor`, a bucket each. Take the next one after the last reply: until
-    then the server may read the memory that the last one names."""
+def bodies(push: Push, shared_device: str | None = None) -> Iterator[dict[str, object]]:
+    """Requests of `POST /update_weights_from_tensor`, a bucket each, by value.
+
+    shared_device: the CUDA device that this process and the server share. Then a bucket is copied to it, flat, and the
+    request names its memory (CUDA IPC): take the next one after the last reply, until then the server may read there.
+    """
     assert push.tensors is not None
-    tensors = push.on_device if push.on_device is not None else push.tensors
-    device = _device_of(tensors)
-    for names in _buckets(tensors):
+    for names in _buckets(push.tensors):
+        named = {name: push.tensors[name] for name in names}
         body: dict[str, object] = {"target_modules": [MODULE]}
-        if device is None:
-            body["serialized_named_tensors"] = [_by_value([(name, tensors[name]) for name in names])]
+        if shared_device is None:
+            body["serialized_named_tensors"] = [_by_value(list(named.items()))]
         else:
-            bucket = _on_one_storage({name: tensors[name] for name in names})
+            device = torch.device(shared_device)
+            bucket = _on_one_storage(named, device)
             body["serialized_named_tensors"] = [_by_handle(list(bucket.items()))]
             body["payload_gpu_uuids"] = [_uuid(device)]
         yield body
@@ -208,13 +205,6 @@ def _digest(tensor: Tensor) -> str:
     return tensor_digest(str(tensor.dtype), list(tensor.shape), flat.view(torch.uint8).numpy().data)
 
 
-def _device_of(tensors: Mapping[str, Tensor]) -> torch.device | None:
-    """The GPU that all of them are on; None if that is not so."""
-    devices = {value.device for value in tensors.values()}
-    (device,) = devices if len(devices) == 1 else (torch.device("cpu"),)
-    return device if device.type == "cuda" else None
-
-
 def _buckets(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
     """Names in their order, so many at a time that they have at most BUCKET_BYTES, or one that has more."""
     names: list[str] = []
@@ -234,19 +224,19 @@ def _by_value(named: Sequence[tuple[str, Tensor]]) -> str:
     return base64.b64encode(pickle.dumps([(name, tensor.detach().clone()) for name, tensor in named])).decode()
 
 
-def _on_one_storage(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies on the same GPU, all in one storage: one IPC handle for the whole bucket."""
+def _on_one_storage(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Copies on a GPU, all in one storage: one IPC handle for the whole bucket."""
     offsets: dict[str, int] = {}
     end = 0
     for name, value in tensors.items():
         offsets[name] = end
         end += -(-value.nbytes // _ALIGNMENT) * _ALIGNMENT
-    flat = torch.empty(end, dtype=torch.uint8, device=next(iter(tensors.values())).device)
+    flat = torch.empty(end, dtype=torch.uint8, device=device)
     views: dict[str, Tensor] = {}
     for name, value in tensors.items():
         place = flat[offsets[name] : offsets[name] + value.nbytes]
         views[name] = place.view(value.dtype).view(value.shape).copy_(value)
-    torch.cuda.synchronize(flat.device)
+    torch.cuda.synchronize(device)
     return views
 
 
