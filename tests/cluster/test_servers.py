@@ -44,6 +44,7 @@ def settings(workspace: Path, tmp_path: Path, engine_python: Callable[[str], Pat
         checkpoint=workspace / "pipeline",
         height=32,
         width=32,
+        num_frames=None,
         forward_dtype="fp32",
         device="cpu",
         threads=1,
