@@ -41,7 +41,7 @@ test: lint pytest ## lint, then every test
 test-fast: setup ## only the tests without Ray that take seconds
 	"$(VENV_PYTHON)" -m pytest -m "not ray and not slow" $(ARGS)
 
-kill-matrix: setup ## SIGKILL every process in every phase, and check that runs end with the same bits: half an hour
+kill-matrix: setup ## SIGKILL every process in every phase, and check that runs end with the same bits: 20 minutes
 	"$(VENV_PYTHON)" -m tests.faults.kill_matrix --log docs/results/kill_matrix.txt $(ARGS)
 
 soak: setup ## 50 kills at random moments (ARGS="--kills N --seed S"): an hour
