@@ -158,10 +158,18 @@ class Chain:
         finally:
             process.kill()
 
-    def kill_after(self, seconds: float, victim: str) -> None:
-        """Kill so many seconds after the start; the driver, if the victim is not there yet."""
-        moment = time.monotonic() + seconds
-        self.kill_when(lambda _: time.monotonic() >= moment, victim, f"{victim} after {seconds:.1f} s")
+    def kill_after(self, seconds: float, victim: str, *, of_training: bool) -> None:
+        """Kill so many seconds after the start, or after training has begun; the driver, if the victim is not there."""
+        began = None if of_training else time.monotonic()
+
+        def reached(process: subprocess.Popen[str]) -> bool:
+            nonlocal began
+            if began is None and self.status(process.pid):
+                began = time.monotonic()
+            return began is not None and time.monotonic() >= began + seconds
+
+        of = "of training" if of_training else "from the start"
+        self.kill_when(reached, victim, f"{victim} after {seconds:.2f} s {of}")
 
     def end(self) -> None:
         finish(self._command())
