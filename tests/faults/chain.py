@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from miles_dmd2.cluster.runtime import sweep_sessions
+
 ROOT = Path(__file__).parents[2]
 VICTIMS = ("driver", "engine", "critic", "actor", "tree")
 PHASES = ("sync", "eval", "generate", "critic", "actor", "save")
@@ -231,9 +233,10 @@ class Chain:
             (ours, other) = (weights(root / f"student_{kind}") for root in (self.run_dir, base))
             assert ours == other, f"student_{kind} differs"
         assert not list((self.run_dir / "checkpoints").glob(".*.partial"))
+        until(lambda: not alive(self.before), RAY_GONE, f"of {self.before} some live on")
+        sweep_sessions()  # as the next start does
         left = [path for pid in self.drivers for path in Path("/tmp").glob(f"md2-ray-{pid}-*")]
         assert not left, left
-        until(lambda: not alive(self.before), RAY_GONE, f"of {self.before} some live on")
 
 
 def states(run_dir: Path) -> dict[str, Any]:
