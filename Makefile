@@ -49,7 +49,7 @@ test-sglang: setup ## the tests against a real SGLang server; makes its environm
 	@engine="$$("$(VENV_PYTHON)" scripts/setup_sglang.py)" && \
 	  MILES_DMD2_SGLANG_PYTHON="$$engine" "$(VENV_PYTHON)" -m pytest tests/sglang $(ARGS)
 
-kill-matrix: setup ## SIGKILL every process in every phase, and check that runs end with the same bits: half an hour
+kill-matrix: setup ## SIGKILL every process in every phase, and check that runs end with the same bits: 20 minutes
 	"$(VENV_PYTHON)" -m tests.faults.kill_matrix --log docs/results/kill_matrix.txt $(ARGS)
 
 soak: setup ## 50 kills at random moments (ARGS="--kills N --seed S"): an hour

@@ -31,6 +31,7 @@ from miles_dmd2.types import WeightUpdate
 
 _SESSION_PREFIX = "md2-ray-"
 _LOCK = "driver.lock"
+_RAY = "r"  # Ray's part of a session: socket paths are short
 
 logger = logging.getLogger(__name__)
 
@@ -53,10 +54,11 @@ def ray_session(address: str | None, devices: int, device: str, connect_timeout:
         finally:
             ray.shutdown()
         return
-    _sweep_left_over_sessions()
+    sweep_sessions()
     session = tempfile.mkdtemp(prefix=f"{_SESSION_PREFIX}{os.getpid()}-", dir=SESSION_ROOT)
-    lock = (Path(session) / _LOCK).open("w")
+    lock = (Path(session) / f"{_LOCK}.new").open("w")
     fcntl.flock(lock, fcntl.LOCK_EX)
+    (Path(session) / f"{_LOCK}.new").rename(Path(session) / _LOCK)  # held before a run that starts now can see it
     try:
         with _on_loopback():
             _init(
@@ -64,13 +66,14 @@ def ray_session(address: str | None, devices: int, device: str, connect_timeout:
                 num_cpus=max(devices, 1),
                 num_gpus=devices if device == "cuda" else 0,
                 include_dashboard=False,
-                _temp_dir=f"{session}/r",  # Ray opens its directory to everybody, so it is inside of a private one
+                _temp_dir=f"{session}/{_RAY}",  # Ray opens its directory to everybody, so it is inside of a private one
             )
         yield
     finally:
         ray.shutdown()
         shutil.rmtree(session, ignore_errors=True)
         lock.close()
+        sweep_sessions()  # those that were in use at the start
 
 
 @contextmanager
@@ -119,15 +122,29 @@ def _init(**options: Any) -> None:
         signal.signal(signal.SIGTERM, handler)
 
 
-def _sweep_left_over_sessions() -> None:
+def sweep_sessions() -> None:
     """Remove session directories of drivers that are gone (Ray leaves them behind when its driver is killed).
 
-    A living driver holds its session's lock, which no other container or user can fake or take.
+    A living driver holds its session's lock, which no other container or user can fake or take. Ray's own processes
+    outlive a killed driver for seconds, or a minute on a busy machine, and make what they write to anew: as long as one
+    of them runs the lock file stays, by which a later sweep finds the directory.
     """
     for path in SESSION_ROOT.glob(f"{_SESSION_PREFIX}*/{_LOCK}"):
         with suppress(OSError), path.open("r") as lock:  # gone meanwhile, another user's, or in use
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path.parent, ignore_errors=True)
+            shutil.rmtree(path.parent / _RAY, ignore_errors=True)
+            if not _is_in_use(path.parent):
+                shutil.rmtree(path.parent, ignore_errors=True)
+
+
+def _is_in_use(session: Path) -> bool:
+    """Whether a process was started for this session: its path is on the command line of Ray's daemons."""
+    name = os.fsencode(session.name)
+    for command in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # ended meanwhile
+            if name in command.read_bytes():
+                return True
+    return False
 
 
 def wait(refs: Sequence[Any], timeout: float, what: str) -> list[Any]:

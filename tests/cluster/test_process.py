@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from miles_dmd2.cluster.runtime import ray_session
+from miles_dmd2.cluster.runtime import ray_session, sweep_sessions
 
 ROOT = Path(__file__).parents[2]
 WATCH = (
@@ -47,6 +47,23 @@ def test_a_worker_ends_with_its_driver_at_once() -> None:
         worker.kill()
     late = watch(driver.pid)
     assert late.wait(timeout=120) == 1, "the driver is gone already"
+
+
+def test_a_session_whose_processes_live_on_is_found_again_by_a_later_sweep() -> None:
+    """Ray's daemons outlive a killed driver and make their directories anew."""
+    session = Path(tempfile.mkdtemp(prefix="md2-ray-1-", dir="/tmp"))
+    (session / "driver.lock").touch()
+    (session / "r" / "session_1").mkdir(parents=True)
+    daemon = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)", f"--dir={session}/r"])
+    try:
+        sweep_sessions()
+        assert [path.name for path in session.iterdir()] == ["driver.lock"]
+        (session / "r").mkdir()
+    finally:
+        daemon.kill()
+        daemon.wait()
+    sweep_sessions()
+    assert not session.exists()
 
 
 @pytest.mark.ray

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from miles_dmd2.cluster.runtime import sweep_sessions
+
 ROOT = Path(__file__).parents[2]
 VICTIMS = ("driver", "engine", "critic", "actor", "tree")
 PHASES = ("sync", "eval", "generate", "critic", "actor", "save")
@@ -158,10 +160,18 @@ class Chain:
         finally:
             process.kill()
 
-    def kill_after(self, seconds: float, victim: str) -> None:
-        """Kill so many seconds after the start; the driver, if the victim is not there yet."""
-        moment = time.monotonic() + seconds
-        self.kill_when(lambda _: time.monotonic() >= moment, victim, f"{victim} after {seconds:.1f} s")
+    def kill_after(self, seconds: float, victim: str, *, of_training: bool) -> None:
+        """Kill so many seconds after the start, or after training has begun; the driver, if the victim is not there."""
+        began = None if of_training else time.monotonic()
+
+        def reached(process: subprocess.Popen[str]) -> bool:
+            nonlocal began
+            if began is None and self.status(process.pid):
+                began = time.monotonic()
+            return began is not None and time.monotonic() >= began + seconds
+
+        of = "of training" if of_training else "from the start"
+        self.kill_when(reached, victim, f"{victim} after {seconds:.2f} s {of}")
 
     def end(self) -> None:
         finish(self._command())
@@ -223,9 +233,10 @@ class Chain:
             (ours, other) = (weights(root / f"student_{kind}") for root in (self.run_dir, base))
             assert ours == other, f"student_{kind} differs"
         assert not list((self.run_dir / "checkpoints").glob(".*.partial"))
+        until(lambda: not alive(self.before), RAY_GONE, f"of {self.before} some live on")
+        sweep_sessions()  # as the next start does
         left = [path for pid in self.drivers for path in Path("/tmp").glob(f"md2-ray-{pid}-*")]
         assert not left, left
-        until(lambda: not alive(self.before), RAY_GONE, f"of {self.before} some live on")
 
 
 def states(run_dir: Path) -> dict[str, Any]:

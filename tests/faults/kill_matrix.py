@@ -17,7 +17,8 @@ from pathlib import Path
 from tests.faults.chain import VICTIMS, Cell, Chain, command, every_cell, finish, prepare
 
 LENGTH = 10  # cells, or random kills, of one run
-LONGEST_WAIT = 30.0  # seconds from a start to a random kill
+STARTING = 20.0  # seconds from a start in which a random kill may come
+TRAINING = 3.0  # and from the first phase on, in which three of four come; ten of them are less than the whole run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,15 +71,16 @@ def matrix(workspace: Path, say: Callable[[str], None]) -> None:
 def soak(workspace: Path, kills: int, seed: int, say: Callable[[str], None]) -> None:
     """Kills at moments drawn from `seed`: while Ray starts, between phases, in the middle of anything."""
     draw = random.Random(seed)
-    rollouts = 40
+    rollouts = 60
     say(f"{kills} kills with seed {seed} in runs of {rollouts} rollouts")
     finish(command(workspace, workspace / "base", rollouts))
     done = 0
     while done < kills:
         chain = Chain(workspace, workspace / f"soak_{done}", rollouts, say)
         for _ in range(min(LENGTH, kills - done)):
-            victim, seconds = draw.choice(VICTIMS), draw.uniform(0.5, LONGEST_WAIT)
-            chain.kill_after(seconds, victim)
+            victim, of_training = draw.choice(VICTIMS), draw.random() < 0.75
+            seconds = draw.uniform(0.0, TRAINING if of_training else STARTING)
+            chain.kill_after(seconds, victim, of_training=of_training)
             done += 1
         chain.end()
         chain.check(workspace / "base")
