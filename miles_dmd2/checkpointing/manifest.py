@@ -179,6 +179,8 @@ def _sorted(state: GroupState) -> list[tuple[str, str]]:
 
 def _manifest(directory: Path, content: Mapping[str, Any]) -> Manifest:
     groups = {name: _group(group) for name, group in content["groups"].items()}
+    if not groups:
+        raise ValueError("no groups")
     if config_hash(content["config"]) != content["config_hash"]:
         raise ValueError("config_hash is not the config's")
     if not isinstance(content["rollout"], int) or content["rollout"] < 0:
