@@ -15,7 +15,7 @@ import torch
 from miles_dmd2.algo import normal
 from miles_dmd2.config.schema import AlgorithmSection, TrainerSection
 from miles_dmd2.data.latents import LatentFile, write_latents
-from miles_dmd2.training import ActorTrainer, Ranks, init_ranks
+from miles_dmd2.training import ActorTrainer, Ranks
 from tests.in_process import PROMPTS, Outcome, run
 from tests.training.toy import LATENT
 
@@ -72,12 +72,6 @@ CASES = list(cases())
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Ranks:
-    torch.set_num_threads(1)
-    return init_ranks()
-
-
-@pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("options")
     for name, seed in (("real", 0), ("other", 10)):
@@ -89,6 +83,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def outcomes(ranks: Ranks, directory: Path) -> dict[tuple[str, ...], Outcome]:
     """Runs by their flags: most cases share the base."""
+    torch.set_num_threads(1)
     return {}
 
 

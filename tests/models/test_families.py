@@ -8,7 +8,6 @@ import inspect
 import json
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from miles_dmd2.algo import normal, sigma_grid
@@ -214,15 +213,8 @@ def test_velocity_follows_fp64_parameters(
     close(velocity.float(), adapter.velocity(transformer, x, sigma, cond), 3e-5)
 
 
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
-
-
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")  # nobody writes into the output
-@pytest.mark.usefixtures("one_rank")
+@pytest.mark.usefixtures("ranks")
 def test_fsdp_mixed_precision_computes_what_bf16_parameters_do(
     adapter: ModelAdapter, conds: list[dict[str, Tensor]]
 ) -> None:

@@ -13,17 +13,12 @@ import torch
 
 from miles_dmd2.algo import key_seed, normal
 from miles_dmd2.models.qwen_image import QwenImageAdapter
-from miles_dmd2.training import CriticTrainer, OptimizerSettings, Ranks, TrainerSettings, init_ranks
+from miles_dmd2.training import CriticTrainer, OptimizerSettings, Ranks, TrainerSettings
 from miles_dmd2.types import RolloutSample, WeightVersion
 from tests.tiny_qwen import SIZE, tiny_qwen
 
 __all__ = ["tiny_qwen"]
 FILE = Path(__file__).parents[2] / "scripts" / "replay_bad_batch.py"
-
-
-@pytest.fixture(scope="session")
-def ranks() -> Ranks:
-    return init_ranks()
 
 
 @pytest.fixture(scope="module")
