@@ -57,7 +57,7 @@ class RolloutSample:
 
     x_k: input of step k, fp32 `[*latent]`; x0: the student's clean prediction x_k - sigma_k * v, fp32 `[*latent]`.
     media: decoded uint8 `[frames, height, width, 3]`, only when the request asked for it.
-    audio: fp32 `[channels, samples]` from families that have sound.
+    audio: decoded fp32 `[channels, samples]` in [-1, 1], with media of families that have sound, and its rate in Hz.
     """
 
     sample_id: int
@@ -71,6 +71,7 @@ class RolloutSample:
     weight_version: WeightVersion
     media: Tensor | None = None
     audio: Tensor | None = None
+    audio_sample_rate: int | None = None
     reward: float = 0.0
 
 

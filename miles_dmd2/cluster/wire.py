@@ -36,6 +36,7 @@ class PackedSamples:
     x0: Array
     media: Array | None
     audio: tuple[Array | None, ...]
+    audio_sample_rates: tuple[int | None, ...]
     rewards: tuple[float, ...]
     weight_version: WeightVersion
 
@@ -65,6 +66,7 @@ def pack_samples(samples: Sequence[RolloutSample]) -> PackedSamples:
         x0=_array(torch.stack([sample.x0 for sample in samples])),
         media=_array(torch.stack(with_media)) if with_media else None,
         audio=tuple(None if sample.audio is None else _array(sample.audio) for sample in samples),
+        audio_sample_rates=tuple(sample.audio_sample_rate for sample in samples),
         rewards=tuple(sample.reward for sample in samples),
         weight_version=versions.pop(),
     )
@@ -88,6 +90,7 @@ def unpack_samples(packed: PackedSamples) -> list[RolloutSample]:
             weight_version=packed.weight_version,
             media=None if media is None else media[i],
             audio=_optional_tensor(packed.audio[i]),
+            audio_sample_rate=packed.audio_sample_rates[i],
             reward=packed.rewards[i],
         )
         for i, sample_id in enumerate(packed.sample_ids)

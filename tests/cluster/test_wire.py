@@ -25,19 +25,26 @@ def sample(i: int, prompt: str, *, step: int = 3, media: bool = False) -> Rollou
         cond={"prompt_embeds": torch.full((length, 2), float(length))},
         weight_version=WeightVersion(step),
         media=torch.full((1, 2, 2, 3), i, dtype=torch.uint8) if media else None,
+        audio=torch.randn(2, 7, generator=generator) if media else None,
+        audio_sample_rate=32000 if media else None,
         reward=0.25 * i,
     )
 
 
 def same(a: RolloutSample, b: RolloutSample) -> bool:
-    plain = ("sample_id", "prompt", "seed", "stop_step", "weight_version", "reward", "audio")
+    plain = ("sample_id", "prompt", "seed", "stop_step", "weight_version", "reward", "audio_sample_rate")
     tensors = ("sigmas", "x_k", "x0")
     return (
         all(getattr(a, name) == getattr(b, name) for name in plain)
         and all(torch.equal(getattr(a, name), getattr(b, name)) for name in tensors)
         and torch.equal(a.cond["prompt_embeds"], b.cond["prompt_embeds"])
-        and ((a.media is None) == (b.media is None) and (a.media is None or torch.equal(a.media, b.media)))
+        and same_or_none(a.media, b.media)
+        and same_or_none(a.audio, b.audio)
     )
+
+
+def same_or_none(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    return a is b if a is None or b is None else torch.equal(a, b)
 
 
 @pytest.mark.parametrize("media", [False, True])
