@@ -12,6 +12,7 @@ import logging
 import secrets
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -213,6 +214,8 @@ class SGLangEngine(RolloutEngine):
                 cond=cond,
                 weight_version=version,
                 media=answer.media,
+                audio=answer.audio,
+                audio_sample_rate=answer.audio_sample_rate,
             )
             for request, answer, cond in zip(requests, answers, conds, strict=True)
         ]
@@ -284,14 +287,17 @@ class SGLangEngine(RolloutEngine):
     def _push(self, update: WeightUpdate, tensors: Mapping[str, Tensor]) -> Push:
         """As the servers take them: their names, and bf16 if they keep nothing in more."""
         sent = self._adapter.serving.weights(tensors)
+        predicted = None
+        if self._syncs % self._settings.verify_every == 0:
+            predicted = self._adapter.serving.predicted(tensors, self._settings.forward_dtype)
         servers = [link.capabilities for link in self._pool.links if link.state is not State.GONE]
         if servers and all(server.all_bf16 for server in servers):
             sent = {name: value.to(torch.bfloat16) for name, value in sent.items()}
         if self._settings.weight_sync == "tensor":
-            return in_memory(update, sent)
+            return replace(in_memory(update, sent), predicted=predicted)
         if self._store is None:
             self._store = WeightStore(self._settings.weight_directory, sum(value.nbytes for value in sent.values()))
-        return on_disk(update, sent, self._store)
+        return replace(on_disk(update, sent, self._store), predicted=predicted)
 
     async def _load(self, push: Push) -> None:
         verify = self._syncs % self._settings.verify_every == 0
