@@ -29,7 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         facts = read_bad_batch(arguments.directory).facts
-        adapter = build_adapter(arguments.hf_checkpoint or facts["checkpoint"], facts["height"], facts["width"])
+        checkpoint = arguments.hf_checkpoint or facts["checkpoint"]
+        adapter = build_adapter(checkpoint, facts["height"], facts["width"], facts["num_frames"])
         step = replay(arguments.directory, adapter, init_ranks(device=arguments.device))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

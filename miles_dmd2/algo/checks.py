@@ -22,9 +22,10 @@ def check_sigma(sigma: Tensor) -> None:
 
 
 def aligned(sigma: Tensor | None = None, **latents: Tensor) -> list[Tensor]:
-    """The latents, all `[batch, *latent]`, in the working dtype, then sigma `[batch]`, if given, as `[batch, 1, ...]`.
+    """The latents, all `[batch, *latent]`, in the working dtype, then sigma, if given, so that it broadcasts with them.
 
-    ValueError: shapes that differ, an empty batch, integer tensors, sigma that is not `[batch]` or outside [0, 1].
+    sigma: `[batch]`, or `[batch, *latent]` where a latent has parts at levels of their own. ValueError: shapes that
+    differ, an empty batch, integer tensors, sigma of another shape or outside [0, 1].
     """
     (name, first), *others = latents.items()
     if first.ndim == 0 or first.numel() == 0:
@@ -35,8 +36,10 @@ def aligned(sigma: Tensor | None = None, **latents: Tensor) -> list[Tensor]:
     dtype = work_dtype(**latents) if sigma is None else work_dtype(sigma=sigma, **latents)
     values = [latent.to(dtype) for latent in latents.values()]
     if sigma is not None:
-        if sigma.shape != first.shape[:1]:
-            raise ValueError(f"sigma must be one per sample, [{first.shape[0]}], got shape {list(sigma.shape)}")
+        if sigma.shape not in (first.shape[:1], first.shape):
+            raise ValueError(
+                f"sigma must be one per sample, [{first.shape[0]}], or one per element, got shape {list(sigma.shape)}"
+            )
         check_sigma(sigma)
-        values.append(sigma.to(first.device, dtype).view(-1, *(1,) * (first.ndim - 1)))
+        values.append(sigma.to(first.device, dtype).view(*sigma.shape, *(1,) * (first.ndim - sigma.ndim)))
     return values

@@ -1,7 +1,8 @@
 """Rectified flow (arXiv 2209.03003, eq. 1): x_sigma = (1 - sigma) x0 + sigma noise, d x_sigma / d sigma = noise - x0.
 
-Latents are `[batch, *latent]`, sigma is `[batch]` in [0, 1]; results are fp32 (fp64 if an input is). A ValueError
-says which argument has a wrong shape, dtype or range.
+Latents are `[batch, *latent]`; sigma, in [0, 1], is `[batch]`, or `[batch, *latent]` where parts of a latent have
+levels of their own; results are fp32 (fp64 if an input is). A ValueError says which argument has a wrong shape, dtype
+or range.
 """
 
 from torch import Tensor

@@ -7,6 +7,7 @@ conditioning and how conditioning becomes forward arguments, and the names of sp
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from miles_dmd2.models.export import StudentSampling
 from miles_dmd2.models.serving import ServingFormat
 from miles_dmd2.types import Conditioning
 
+VISUAL = "visual"
+
 
 @dataclass
 class Components:
@@ -34,12 +37,23 @@ class Components:
         return (self.text_encoder, self.vae)
 
 
+@dataclass(frozen=True, slots=True)
+class LatentPart:
+    """A stream of a latent that holds several: its name, and how many of the flat latent's values it has."""
+
+    name: str
+    size: int
+
+
 class ModelAdapter(ABC):
     """One model family at one canvas size. Constructing it reads JSON configs only; weights come with `load_*`."""
 
     family: ClassVar[str]
     pipeline_classes: ClassVar[tuple[str, ...]]  # `_class_name` values of model_index.json that this adapter serves
     makes_clips: ClassVar[bool] = False
+    embedded: ClassVar[bool] = True  # whether the local engine can generate with it
+    guidance_distilled: ClassVar[bool] = False  # the network is guided by itself: classifier-free guidance is refused
+    one_by_one: ClassVar[bool] = False  # each sample of a batch is a forward of its own
 
     def __init__(self, checkpoint: Path, height: int, width: int, num_frames: int = 1) -> None:
         """ValueError: more than one frame from a family of single pictures."""
@@ -58,6 +72,13 @@ class ModelAdapter(ABC):
         raise ValueError(f"{cls.family} has no default size: give --diffusion-height and --diffusion-width")
 
     @classmethod
+    def frames_of(cls, seconds: float) -> int:
+        """Frames of a clip of so many seconds. ValueError, unless the family has a frame rate of its own."""
+        raise ValueError(
+            f"--diffusion-duration {seconds:g}: {cls.family} has no frame rate of its own; give --diffusion-num-frames"
+        )
+
+    @classmethod
     def default_frames(cls, checkpoint: Path) -> int:
         """Frames for a run that names none. ValueError, unless the family knows a number."""
         if cls.makes_clips:
@@ -68,6 +89,26 @@ class ModelAdapter(ABC):
     @abstractmethod
     def latent_shape(self) -> tuple[int, ...]:
         """Shape of one sample's latent as trainer and engine pass it around (packed, if the family packs)."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know about this canvas before a run starts."""
+        return ()
+
+    @property
+    def parts(self) -> tuple[LatentPart, ...]:
+        """The streams of a latent, the picture first. With several, `latent_shape` is one axis, all parts in a row."""
+        return (LatentPart(VISUAL, math.prod(self.latent_shape)),)
+
+    def part_sigmas(self, sigma: Tensor) -> tuple[Tensor, ...]:
+        """Each part's noise level, any shape, where the picture's is sigma: what the network was trained with."""
+        return (sigma,)
+
+    def spread(self, sigmas: Sequence[Tensor]) -> Tensor:
+        """The parts' levels, each `[batch]`, as `algo` takes them: `[batch]` of one part, else `[batch, *latent]`."""
+        if len(sigmas) == 1:
+            return sigmas[0]
+        return torch.cat([s.unsqueeze(1).expand(-1, part.size) for s, part in zip(sigmas, self.parts, strict=True)], 1)
 
     @property
     def serving(self) -> ServingFormat:
@@ -111,7 +152,10 @@ class ModelAdapter(ABC):
 
     @abstractmethod
     def velocity(self, transformer: nn.Module, x: Tensor, sigma: Tensor, cond: Mapping[str, Tensor]) -> Tensor:
-        """The network's velocity, fp32 `[batch, *latent]`, for x fp32 `[batch, *latent]`, sigma `[batch]`."""
+        """The network's velocity, fp32 `[batch, *latent]`, for x fp32 `[batch, *latent]`, sigma as `spread` gives it.
+
+        With several parts sigma may be `[batch]` too, the picture's: the others are then those of `part_sigmas`.
+        """
 
     @abstractmethod
     def probe_conditioning(self) -> Conditioning:
@@ -125,9 +169,17 @@ class ModelAdapter(ABC):
     def shard_units(self, transformer: nn.Module) -> list[nn.Module]:
         """Modules that FSDP2 gathers one at a time (the repeated blocks); the root is added by the trainer."""
 
+    def fp32_units(self, transformer: nn.Module) -> list[nn.Module]:
+        """Modules that compute in fp32 whatever the forward's dtype, as the family's own pipelines load them."""
+        return []
+
     @abstractmethod
     def idle_parameters(self, transformer: nn.Module) -> dict[str, str]:
         """Parameters that never get a useful gradient, name -> "none" or "zero": kept out of every optimizer."""
+
+    def head_of(self, part: str) -> tuple[str, ...]:
+        """Parameters that only this part's velocity depends on: their gradient is 0 without a loss on it."""
+        return ()
 
     @abstractmethod
     def export_pipeline(self, weights: Mapping[str, Tensor], sampling: StudentSampling, directory: Path) -> None:
@@ -140,7 +192,8 @@ class ModelAdapter(ABC):
 
     def check_inputs(self, x: Tensor, sigma: Tensor, rows: int) -> None:
         """ValueError unless x, sigma and the conditioning, of `rows` samples, are what `velocity` takes."""
-        if x.shape[1:] != self.latent_shape or sigma.shape != x.shape[:1] or rows != x.shape[0]:
+        shapes = (x.shape[:1],) if len(self.parts) == 1 else (x.shape[:1], x.shape)
+        if x.shape[1:] != self.latent_shape or sigma.shape not in shapes or rows != x.shape[0]:
             raise ValueError(
                 f"velocity takes x [batch, {', '.join(map(str, self.latent_shape))}], sigma [batch] and conditioning "
                 f"of [batch] samples, got {list(x.shape)}, {list(sigma.shape)} and {rows} samples"
@@ -164,16 +217,22 @@ def stack_rows(conds: Sequence[Conditioning], name: str, shape: tuple[int, ...])
     return torch.stack(rows)
 
 
-def pad_rows(conds: Sequence[Conditioning], name: str, width: int) -> tuple[Tensor, Tensor | None]:
-    """Field `name`, rows `[L, width]` of any length L >= 1: `[batch, L, width]`, and a bool mask `[batch, L]` where
-    lengths differ. ValueError: none, or rows of another shape.
-    """
+def one_width(conds: Sequence[Conditioning], name: str, width: int) -> list[Tensor]:
+    """Field `name` of several samples, each `[L, width]` of any length L >= 1. ValueError: none, or another shape."""
     if not conds:
         raise ValueError("collate needs the conditioning of at least one sample")
     rows = [cond[name] for cond in conds]
     for row in rows:
         if row.ndim != 2 or row.shape[1] != width or not len(row):
             raise ValueError(f"{name} must be [L, {width}] with L >= 1, got {list(row.shape)}")
+    return rows
+
+
+def pad_rows(conds: Sequence[Conditioning], name: str, width: int) -> tuple[Tensor, Tensor | None]:
+    """Field `name`, rows `[L, width]` of any length L >= 1: `[batch, L, width]`, and a bool mask `[batch, L]` where
+    lengths differ. ValueError: none, or rows of another shape.
+    """
+    rows = one_width(conds, name, width)
     lengths = [len(row) for row in rows]
     if len(set(lengths)) == 1:
         return torch.stack(rows), None

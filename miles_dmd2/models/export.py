@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -108,12 +109,15 @@ def write_pipeline(
     checkpoint: Path,
     transformer: str,
     weights: Mapping[str, Tensor],
-    scheduler_config: Mapping[str, Any],
+    scheduler_config: Mapping[str, Any] | None,
     student: Mapping[str, Any],
     directory: Path,
+    *,
+    index_changes: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Copy `checkpoint` file by file (links followed) with these weights for component `transformer`, this scheduler
-    config, and `student` as student.json. The directory appears under its name only when it is complete.
+    config (None: a family without one), `student` as student.json, and these entries of model_index.json instead of its
+    own. The directory appears under its name only when it is complete.
 
     ValueError: `directory` exists, or names, shapes or values of the weights do not fit the checkpoint.
     """
@@ -130,10 +134,11 @@ def write_pipeline(
         for component in _components(checkpoint, index):
             skip_weights = component == transformer
             _copy_component(checkpoint / component, aside / component, skip_weights)
-        _write_json(aside / "scheduler" / "scheduler_config.json", scheduler_config)
+        if scheduler_config is not None:
+            _write_json(aside / "scheduler" / "scheduler_config.json", scheduler_config)
+            index["scheduler"] = ["diffusers", scheduler_config["_class_name"]]
         _write_weights(weights, aside / transformer)
-        index["scheduler"] = ["diffusers", scheduler_config["_class_name"]]
-        _write_json(aside / "model_index.json", index)
+        _write_json(aside / "model_index.json", {**index, **index_changes})
         _write_json(aside / STUDENT_FILE, student)
         aside.chmod(0o755)  # mkdtemp's 0700 is for secrets
         aside.rename(directory)

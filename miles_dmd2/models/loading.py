@@ -59,6 +59,16 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
+def read_weights(directory: Path) -> dict[str, Tensor]:
+    """Every tensor of a component's safetensors files, on the CPU. ValueError if there is no such file."""
+    from safetensors.torch import load_file
+
+    files = sorted(path for path in directory.glob("*.safetensors") if path.is_file())
+    if not files:
+        raise ValueError(f"{FLAG} {directory}: no .safetensors file; other weight formats are not read")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
 def load_pipeline(pipeline_class: Any, checkpoint: Path, dtype: torch.dtype) -> Any:
     """The pipeline without transformer and scheduler: its text encoders, tokenizers and VAE, frozen, on the CPU."""
     with quiet():

@@ -157,12 +157,14 @@ def audio_sigma(sigma: Tensor, ratio: float) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class PackedSequence:
-    """What the network is told about its rows: position_ids fp64 `[S, 3]` (t, h, w), token_tags int64 `[S]`, and where
-    the rows of each kind are, int64.
+    """What the network is told about its rows: position_ids fp64 `[S, 3]` (t, h, w), token_tags and clock_of_row int64
+    `[S]`, and where the rows of each kind are, int64. There are two clocks, the video's and the sound's; text has the
+    video's.
     """
 
     position_ids: Tensor
     token_tags: Tensor
+    clock_of_row: Tensor
     video: Tensor
     audio: Tensor
     text: Tensor
@@ -173,7 +175,7 @@ class PackedSequence:
 
 
 @lru_cache(maxsize=128)
-def packed_sequence(text_rows: int, canvas: Canvas) -> PackedSequence:
+def packed_sequence(text_rows: int, canvas: Canvas, device: str | torch.device = "cpu") -> PackedSequence:
     """[text | audio | video] of a prompt with so many rows of text, without a padding. Shared: do not write into it."""
     from diffusers.modular_pipelines.minimax_h3.before_denoise import MiniMaxH3PrepareLayoutStep
 
@@ -186,4 +188,5 @@ def packed_sequence(text_rows: int, canvas: Canvas) -> PackedSequence:
         AUDIO_TAG,
         VIDEO_TAG,
     )
-    return PackedSequence(positions, tags, video, audio, text)
+    clock_of_row = torch.zeros_like(tags).index_fill_(0, audio, 1)
+    return PackedSequence(*(part.to(device) for part in (positions, tags, clock_of_row, video, audio, text)))

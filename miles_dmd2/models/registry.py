@@ -28,6 +28,7 @@ FAMILIES = (
     Family("flux2_klein", ("Flux2KleinPipeline",), "miles_dmd2.models.flux2_klein:Flux2KleinAdapter"),
     Family("z_image", ("ZImagePipeline",), "miles_dmd2.models.z_image:ZImageAdapter"),
     Family("wan", ("WanPipeline",), "miles_dmd2.models.wan:WanAdapter"),
+    Family("minimax_h3", ("MiniMaxH3Pipeline",), "miles_dmd2.models.minimax_h3:MiniMaxH3Adapter"),
 )
 
 

@@ -14,10 +14,18 @@ from miles_dmd2.models.base import ModelAdapter
 from miles_dmd2.training.batching import MicroBatch, Windows, merge_scores
 from miles_dmd2.training.distributed import Ranks
 from miles_dmd2.training.export import export
-from miles_dmd2.training.metrics import MetricBuffer, Reduction
+from miles_dmd2.training.metrics import MetricBuffer, Reduction, per_step
+from miles_dmd2.training.parts import PICTURE_ALONE, TrainedPart
 from miles_dmd2.training.trainer import Trainer, TrainerSettings
 from miles_dmd2.types import Role, RolloutSample, ScoreBatch, ScoreRow, WeightKind, WeightUpdate
 
+OF_A_PART = (
+    "dmd2_score_gap_abs_mean",
+    "dmd2_teacher_dist_abs_mean",
+    "dmd2_grad_abs_mean",
+    "dmd2_x0_mean",
+    "dmd2_x0_std",
+)
 DRIFT = "x0_mean_abs_diff"
 WORST = f"{DRIFT}_max"  # of one sample
 ONE_SAMPLE = 4  # times the limit that a single sample may reach: one of a wrong server drowns in a window's mean
@@ -56,14 +64,18 @@ class ActorTrainer(Trainer):
         normalizer: Normalizer = "sample",
         normalizer_eps: float = 1e-6,
         max_x0_drift: float | None = None,
+        part_weights: Mapping[str, float] = PICTURE_ALONE,
     ) -> None:
         """Takes the module over. `ema_decay` 0 keeps no average, which begins after `ema_start` updates.
 
         `normalizer`: mean |x0 - x0_real| of each sample, or one for the window. Where it is below `normalizer_eps`, its
         floor, a sample has no direction: it is degenerate, and counted. `max_x0_drift`: greatest mean |x0 - the
-        engine's x0| of a window that is trained on; None does not look.
+        engine's x0| of a window that is trained on; None does not look. `part_weights`: of the losses of the latent's
+        parts, each with a normalizer of its own.
         """
-        super().__init__(settings, adapter, student, ranks, ema_decay=ema_decay, ema_start=ema_start)
+        super().__init__(
+            settings, adapter, student, ranks, part_weights=part_weights, ema_decay=ema_decay, ema_start=ema_start
+        )
         self.normalizer, self.normalizer_eps = normalizer, normalizer_eps
         self._max_x0_drift = max_x0_drift
 
@@ -89,7 +101,7 @@ class ActorTrainer(Trainer):
         assert self._inputs is not None
         self._inputs.scores = scores
         pending = metrics.fresh()
-        of_window = self._window_normalizer(batches, scores, window) if self.normalizer == "batch" else None
+        of_window = self._window_normalizers(batches, scores, window) if self.normalizer == "batch" else None
         losses = [self._step_forward(batch, scores, window, pending, of_window) for batch in batches]
         self._check_drift(rollout_id, pending)
         ids = [i for batch in batches for i in batch.ids]
@@ -136,7 +148,17 @@ class ActorTrainer(Trainer):
             "ema_start": self.ema.start if self.ema else 0,
             "normalizer": self.normalizer,
             "normalizer_eps": self.normalizer_eps,
+            "part_weights": {part.name: part.weight for part in self.parts},
         }
+
+    def _metrics(self, num_steps: int) -> MetricBuffer:
+        """The picture's figures under their plain names; those of other trained parts beside them."""
+        metrics = super()._metrics(num_steps)
+        for part in self.parts:
+            for name in OF_A_PART:
+                if part.metric(name) != name:
+                    metrics.declare(per_step(part.metric(name), self.metric_names_per_step[name], num_steps))
+        return metrics
 
     def _step_forward(
         self,
@@ -144,43 +166,63 @@ class ActorTrainer(Trainer):
         scores: Mapping[int, ScoreRow],
         window: Sequence[int],
         metrics: MetricBuffer,
-        of_window: float | None,
+        of_window: Sequence[float] | None,
     ) -> Tensor:
         """Forward and backward of one micro-batch: x0 again, now with gradient; per-sample losses `[batch]`."""
-        sigma = batch.sigmas[batch.stop_steps]
+        sigma = self.adapter.spread(self.adapter.part_sigmas(batch.sigmas[batch.stop_steps]))
         velocity = self.network.velocity(batch.x_k, sigma, batch.cond)
         x0 = x0_from_velocity(batch.x_k, velocity, sigma)
         x0_real = torch.stack([scores[i].x0_real for i in batch.ids]).to(x0)
         x0_fake = torch.stack([scores[i].x0_fake for i in batch.ids]).to(x0)
+        losses = []
+        for index, part in enumerate(self.parts):
+            values = part.of(x0), part.of(x0_real), part.of(x0_fake)
+            normalizer = None if of_window is None else of_window[index]
+            losses.append(part.weight * self._part_loss(part, *values, normalizer, batch.stop_steps, metrics))
+        loss = torch.stack(losses).sum(0)
+        self._backward(loss, window)
+        drift = mean_abs_difference(x0, batch.x0)
+        metrics.add_per_step("dmd_loss", loss, batch.stop_steps)
+        metrics.add_per_step(DRIFT, drift, batch.stop_steps)
+        metrics.add(WORST, drift)
+        return loss.detach()
+
+    def _part_loss(
+        self,
+        part: TrainedPart,
+        x0: Tensor,
+        x0_real: Tensor,
+        x0_fake: Tensor,
+        of_window: float | None,
+        stop_steps: Tensor,
+        metrics: MetricBuffer,
+    ) -> Tensor:
+        """`[batch]`, and the part's figures."""
         distance = mean_abs_difference(x0, x0_real)
         normalizer = distance if of_window is None else torch.full_like(distance, of_window)
         gradient = dmd_gradient(x0.detach(), x0_real, x0_fake, eps=self.normalizer_eps, normalizer=normalizer)
-        loss = student_loss(x0, gradient, reduction="sample")
-        self._backward(loss, window)
-        with torch.no_grad():
-            for name, values in {
-                "dmd_loss": loss,
-                "dmd2_score_gap_abs_mean": mean_abs_difference(x0_fake, x0_real),
-                "dmd2_teacher_dist_abs_mean": distance,
-                "dmd2_grad_abs_mean": gradient.abs().flatten(1).mean(1),
-                "dmd2_x0_mean": x0.flatten(1).mean(1),
-                "dmd2_x0_std": x0.flatten(1),
-                DRIFT: mean_abs_difference(x0, batch.x0),
-            }.items():
-                metrics.add_per_step(name, values, batch.stop_steps)
-            metrics.add(WORST, mean_abs_difference(x0, batch.x0))
-            metrics.add("dmd2_degenerate_samples", normalizer < self.normalizer_eps)
-        return loss.detach()
+        for name, values in {
+            "dmd2_score_gap_abs_mean": mean_abs_difference(x0_fake, x0_real),
+            "dmd2_teacher_dist_abs_mean": distance,
+            "dmd2_grad_abs_mean": gradient.abs().flatten(1).mean(1),
+            "dmd2_x0_mean": x0.detach().flatten(1).mean(1),
+            "dmd2_x0_std": x0.detach().flatten(1),
+        }.items():
+            metrics.add_per_step(part.metric(name), values, stop_steps)
+        metrics.add("dmd2_degenerate_samples", normalizer < self.normalizer_eps)
+        return student_loss(x0, gradient, reduction="sample")
 
-    def _window_normalizer(
+    def _window_normalizers(
         self, batches: Sequence[MicroBatch], scores: Mapping[int, ScoreRow], window: Sequence[int]
-    ) -> float:
-        """mean |x0 - x0_real| over the window, whatever its cut into ranks and micro-batches. A collective.
+    ) -> list[float]:
+        """mean |x0 - x0_real| of each part over the window, whatever its cut. A collective.
 
         It has to be known before the first backward, so x0 is the rollout's: the one that teacher and critic scored.
         """
-        total = 0.0
+        totals = [0.0] * len(self.parts)
         for batch in batches:
             x0_real = torch.stack([scores[i].x0_real for i in batch.ids]).to(batch.x0)
-            total += mean_abs_difference(batch.x0, x0_real).double().sum().item()
-        return self.ranks.sum([total])[0] / len(window)
+            for index, part in enumerate(self.parts):
+                distance = mean_abs_difference(part.of(batch.x0), part.of(x0_real))
+                totals[index] += distance.double().sum().item()
+        return [total / len(window) for total in self.ranks.sum(totals)]

@@ -17,6 +17,7 @@ from miles_dmd2.training.conditioning import StopStepConditioning
 from miles_dmd2.training.distributed import Ranks
 from miles_dmd2.training.metrics import Reduction
 from miles_dmd2.training.network import Network
+from miles_dmd2.training.parts import PICTURE_ALONE, TrainedPart
 from miles_dmd2.training.scoring import (
     CRITIC_STEP,
     PUBLISHED_SCORE_SIGMA,
@@ -54,8 +55,10 @@ class CriticTrainer(Trainer):
         scoring: Scoring = "fused",
         guidance: Guidance | None = None,
         told_stop_steps: int | None = None,
+        part_weights: Mapping[str, float] = PICTURE_ALONE,
     ) -> None:
         """Takes both modules over. `score_sigma`: the law of noise levels. `guidance` of the teacher, None for none.
+        `part_weights`: of the losses of the latent's parts.
         `told_stop_steps`: the student's number of steps N if the critic is told the stop step of a sample, None for the
         plain critic. ValueError: critic and teacher are one module, unknown scoring.
         """
@@ -79,7 +82,15 @@ class CriticTrainer(Trainer):
             if told_stop_steps is not None:
                 self.conditioning = StopStepConditioning(adapter, module, told_stop_steps)
 
-        super().__init__(settings, adapter, critic, ranks, frozen=(self.teacher,), before_sharding=add_conditioning)
+        super().__init__(
+            settings,
+            adapter,
+            critic,
+            ranks,
+            part_weights=part_weights,
+            frozen=(self.teacher,),
+            before_sharding=add_conditioning,
+        )
         self.score_sigma, self.loss_space, self.scoring = score_sigma, loss_space, scoring
         self.told_stop_steps = told_stop_steps
 
@@ -116,9 +127,15 @@ class CriticTrainer(Trainer):
         at = self._noised(rollout_id, batch, CRITIC_STEP)
         with self._told(batch):
             velocity = self.network.velocity(at.x, at.sigma, batch.cond)
-            loss = critic_loss(velocity, at.x, at.sigma, at.noise, batch.x0, space=self.loss_space, reduction="sample")
+            losses = [part.weight * self._part_loss(part, velocity, at, batch.x0) for part in self.parts]
+            loss = torch.stack(losses).sum(0)
             self._backward(loss, window)
         return at, velocity.detach(), loss.detach()
+
+    def _part_loss(self, part: TrainedPart, velocity: Tensor, at: Noised, x0: Tensor) -> Tensor:
+        """`[batch]`."""
+        values = (part.of(value) for value in (velocity, at.x, at.sigma, at.noise, x0))
+        return critic_loss(*values, space=self.loss_space, reduction="sample")
 
     def _own_facts(self) -> dict[str, Any]:
         """Of a training step; scoring and guidance have no part in it."""
@@ -126,6 +143,7 @@ class CriticTrainer(Trainer):
             "score_sigma": asdict(self.score_sigma),
             "loss_space": self.loss_space,
             "told_stop_steps": self.told_stop_steps,
+            "part_weights": {part.name: part.weight for part in self.parts},
         }
 
     @torch.no_grad()
@@ -145,11 +163,11 @@ class CriticTrainer(Trainer):
         """
         x0_fake = x0_from_velocity(at.x, velocity, at.sigma).cpu()
         x0_real = self._guided_teacher.x0(at, batch.cond).cpu()
-        rows = zip(batch.ids, x0_real, x0_fake, at.sigma.tolist(), strict=True)
+        rows = zip(batch.ids, x0_real, x0_fake, at.level.tolist(), strict=True)
         return {i: ScoreRow(real, fake, level) for i, real, fake, level in rows}
 
     def _noised(self, rollout_id: int, batch: MicroBatch, purposes: DrawPurposes) -> Noised:
-        return noised(batch, self.score_sigma, self.settings.seed, purposes, rollout_id)
+        return noised(batch, self.adapter, self.score_sigma, self.settings.seed, purposes, rollout_id)
 
     def _told(self, batch: MicroBatch) -> AbstractContextManager[None]:
         return self.conditioning.told(batch.stop_steps) if self.conditioning else nullcontext()

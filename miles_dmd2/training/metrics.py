@@ -24,6 +24,11 @@ class MetricBuffer:
         self._reductions = dict(reductions)
         self._values: dict[str, list[Tensor]] = {name: [] for name in reductions}
 
+    def declare(self, reductions: Mapping[str, Reduction]) -> None:
+        """More of them."""
+        self._reductions.update(reductions)
+        self._values.update({name: [] for name in reductions})
+
     def add(self, name: str, values: Tensor | float) -> None:
         if name not in self._reductions:
             raise KeyError(f"metric {name!r} is not declared; declared are {sorted(self._reductions)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -33,9 +34,12 @@ class Network:
         trainable: bool,
         forward_dtype: torch.dtype = torch.float32,
         master_dtype: torch.dtype = torch.float32,
+        silent: Mapping[str, str] = MappingProxyType({}),
         before_sharding: Callable[[nn.Module], None] | None = None,
     ) -> None:
-        """Takes the module over. `before_sharding` may add parameters to it."""
+        """Takes the module over. `silent`: parameters, beside the idle ones, whose gradient is 0 in this run.
+        `before_sharding` may add parameters to it.
+        """
         self.role = role
         self.module = module.eval().requires_grad_(trainable)  # on the CPU: `shard` moves one unit at a time
         if next(module.parameters()).dtype != master_dtype:
@@ -43,11 +47,18 @@ class Network:
         self.forwards = 0  # samples that went through a forward
         self._adapter = adapter
         if trainable:
-            self._freeze_idle(adapter.idle_parameters(module))
+            self._freeze_idle({**adapter.idle_parameters(module), **silent})
         if before_sharding is not None:
             before_sharding(module)
         self._units = adapter.shard_units(module)
-        shard(module, self._units, ranks, forward_dtype=forward_dtype, master_dtype=master_dtype)
+        shard(
+            module,
+            self._units,
+            ranks,
+            forward_dtype=forward_dtype,
+            master_dtype=master_dtype,
+            fp32_units=adapter.fp32_units(module),
+        )
         own_storage(module)
         self.trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
 

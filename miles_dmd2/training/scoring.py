@@ -32,21 +32,27 @@ SCORING_PASS: DrawPurposes = ("scoring_pass_sigma", "scoring_pass_noise")
 
 @dataclass(frozen=True, slots=True)
 class ScoreSigma:
-    """The law of noise levels, uniform draws `[batch]` -> score sigma `[batch]`: see `sample_score_sigma`."""
+    """The law of noise levels, uniform draws `[batch]` -> score sigma `[batch]`: see `sample_score_sigma`.
+
+    part_shifts: (part, shift) of parts other than the picture whose level is drawn by a shift of their own; the others'
+    is the one that the network was trained with beside the picture's (`ModelAdapter.part_sigmas`).
+    """
 
     lo: float = 0.02
     hi: float = 0.98
     shift: float = 1.0
+    part_shifts: tuple[tuple[str, float], ...] = ()
     law: SigmaLaw = "uniform"
     logit_mean: float = 0.0
     logit_std: float = 1.0
 
-    def __call__(self, uniform: Tensor) -> Tensor:
+    def __call__(self, uniform: Tensor, shift: float | None = None) -> Tensor:
+        """`shift`: in the place of the picture's."""
         return sample_score_sigma(
             uniform,
             self.lo,
             self.hi,
-            self.shift,
+            self.shift if shift is None else shift,
             law=self.law,
             logit_mean=self.logit_mean,
             logit_std=self.logit_std,
@@ -58,20 +64,38 @@ PUBLISHED_SCORE_SIGMA = ScoreSigma()
 
 @dataclass(frozen=True, slots=True)
 class Noised:
-    """x_sigma = (1 - sigma) x0 + sigma noise of a micro-batch: sigma `[batch]`, the others `[batch, *latent]`."""
+    """x_sigma = (1 - sigma) x0 + sigma noise of a micro-batch: sigma as `ModelAdapter.spread` gives it, `level` the
+    picture's `[batch]`, the others `[batch, *latent]`.
+    """
 
+    level: Tensor
     sigma: Tensor
     noise: Tensor
     x: Tensor
 
 
-def noised(batch: MicroBatch, score_sigma: ScoreSigma, seed: int, purposes: DrawPurposes, rollout_id: int) -> Noised:
-    """A noised copy of the student's samples, drawn by key: the same on any number of ranks."""
+def noised(
+    batch: MicroBatch,
+    adapter: ModelAdapter,
+    score_sigma: ScoreSigma,
+    seed: int,
+    purposes: DrawPurposes,
+    rollout_id: int,
+) -> Noised:
+    """A noised copy of the student's samples, drawn by key: the same on any number of ranks.
+
+    All parts of a sample are at levels of one draw u, with noise of their own.
+    """
     of_sigma, of_noise = purposes
-    uniform = uniform_batch([key_seed(seed, of_sigma, rollout_id, i) for i in batch.ids])
+    uniform = uniform_batch([key_seed(seed, of_sigma, rollout_id, i) for i in batch.ids]).to(batch.x0.dtype)
     noise = normal_batch([key_seed(seed, of_noise, rollout_id, i) for i in batch.ids], batch.x0.shape[1:])
-    sigma, noise = score_sigma(uniform.to(batch.x0.dtype)).to(batch.x0.device), noise.to(batch.x0)
-    return Noised(sigma, noise, add_noise(batch.x0, noise, sigma))
+    level, shifts = score_sigma(uniform), dict(score_sigma.part_shifts)
+    levels = [
+        score_sigma(uniform, shifts[part.name]) if part.name in shifts else of_part
+        for part, of_part in zip(adapter.parts, adapter.part_sigmas(level), strict=True)
+    ]
+    sigma, noise = adapter.spread(levels).to(batch.x0.device), noise.to(batch.x0)
+    return Noised(level, sigma, noise, add_noise(batch.x0, noise, sigma))
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ def shard(
     *,
     forward_dtype: torch.dtype = torch.float32,
     master_dtype: torch.dtype = torch.float32,
+    fp32_units: Sequence[nn.Module] = (),
 ) -> None:
     """Move to the device and shard in place: `units` are gathered one at a time, the rest with the root.
 
@@ -33,20 +35,19 @@ def shard(
     in master dtype.
 
     Each unit and the root are resharded after forward, so that no full copy outlives a forward without gradient, and
-    FSDP casts no inputs: the adapter knows which of them must keep their precision.
+    FSDP casts no inputs: the adapter knows which of them must keep their precision. `fp32_units` are units too,
+    gathered in master dtype.
     """
     if ranks.world_size == 1 and forward_dtype == master_dtype:
         module.to(ranks.device)
         return
     # A warning against in-place operations on the output; adapters convert it to fp32 and nobody writes into it.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    policy = MixedPrecisionPolicy(
-        param_dtype=None if forward_dtype == master_dtype else forward_dtype,
-        reduce_dtype=master_dtype,
-        cast_forward_inputs=False,
-    )
-    for unit in (*units, module):
-        fully_shard(unit, mesh=ranks.mesh, reshard_after_forward=True, mp_policy=policy)
+    exact = MixedPrecisionPolicy(reduce_dtype=master_dtype, cast_forward_inputs=False)
+    mixed = exact if forward_dtype == master_dtype else replace(exact, param_dtype=forward_dtype)
+    for policy, part in ((exact, fp32_units), (mixed, (*units, module))):
+        for unit in part:
+            fully_shard(unit, mesh=ranks.mesh, reshard_after_forward=True, mp_policy=policy)
 
 
 def local(tensor: Tensor) -> Tensor:

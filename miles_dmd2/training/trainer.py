@@ -22,6 +22,7 @@ from miles_dmd2.training.ema import Ema
 from miles_dmd2.training.metrics import MetricBuffer, Reduction, per_step
 from miles_dmd2.training.network import Network
 from miles_dmd2.training.optimizer import AdamW, OptimizerSettings, clip_gradients, gradient_norm, learning_rate
+from miles_dmd2.training.parts import PICTURE_ALONE, silent_heads, trained_parts
 from miles_dmd2.training.sharding import row_range
 from miles_dmd2.types import GroupState, Role, RolloutSample, ScoreRow
 
@@ -84,12 +85,14 @@ class Trainer:
         module: nn.Module,
         ranks: Ranks,
         *,
+        part_weights: Mapping[str, float] = PICTURE_ALONE,
         ema_decay: float = 0.0,
         ema_start: int = 0,
         frozen: Sequence[Network] = (),
         before_sharding: Callable[[nn.Module], None] | None = None,
     ) -> None:
         self.settings, self.adapter, self.ranks = settings, adapter, ranks
+        self.parts = trained_parts(adapter, part_weights)
         self.network = Network(
             self.network_role,
             adapter,
@@ -98,6 +101,7 @@ class Trainer:
             trainable=True,
             forward_dtype=settings.forward_dtype,
             master_dtype=settings.master_dtype,
+            silent=silent_heads(adapter, self.parts),
             before_sharding=before_sharding,
         )
         self.optimizer = AdamW(self.network.trained, settings.optimizer)
@@ -284,6 +288,7 @@ class Trainer:
             "checkpoint": self.adapter.checkpoint,
             "height": self.adapter.height,
             "width": self.adapter.width,
+            "num_frames": self.adapter.num_frames,
             "settings": settings,
             "own": self._own_facts(),
         }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from miles_dmd2.algo import (
     x0_from_velocity,
 )
 from miles_dmd2.training import CriticTrainer, Ranks, wanted_ids
+from miles_dmd2.training.scoring import ScoreSigma
 from miles_dmd2.training.trainer import Trainer
 from miles_dmd2.types import RolloutSample, ScoreRow
 from tests.training.pool import RankPool
@@ -209,7 +209,7 @@ def gaps(ranks: Ranks, setup: Setup, count: int, shift: float = 1.0) -> torch.Te
     """x0_fake - x0_real `[count, *latent]` of samples with one x0, under a critic that is not the teacher."""
     adapter = ToyAdapter(seed=1)
     critic = make_critic(ranks, setup, adapter)
-    critic.score_sigma = partial(sample_score_sigma, lo=0.02, hi=0.98, shift=shift)
+    critic.score_sigma = ScoreSigma(0.02, 0.98, shift)
     with torch.no_grad():
         for parameter in critic.network.trained.values():
             parameter.mul_(0.5)
