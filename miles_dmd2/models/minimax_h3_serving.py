@@ -13,12 +13,9 @@ from miles_dmd2.models.minimax_h3_layout import (
     FPS,
     LATENTS_PER_SECOND,
     Canvas,
-    audio_sigma,
-    join,
     packed_sequence,
-    split,
 )
-from miles_dmd2.models.minimax_h3_weights import NATIVE_CLASS, engine_checksum, engine_tensors, to_native
+from miles_dmd2.models.minimax_h3_weights import engine_checksum, engine_tensors, to_native
 from miles_dmd2.models.serving import ServingFormat, pictures
 from miles_dmd2.types import Conditioning, Probe
 
@@ -33,12 +30,12 @@ class MiniMaxH3Serving(ServingFormat):
     model_id = "MiniMax-H3"
     complete_reply = False  # without the plugin the sound's rows are missing
 
-    def __init__(self, canvas: Canvas, text_dim: int, config: Mapping[str, Any], sigma_ratio: float) -> None:
-        """config: of the served checkpoint's transformer, native or diffusers'. sigma_ratio: see `audio_sigma`."""
+    def __init__(self, canvas: Canvas, text_dim: int, config: Mapping[str, Any], *, native: bool) -> None:
+        """config: of the served checkpoint's transformer. native: its file's layout, else diffusers'."""
         self._canvas = canvas
         self._text_dim = text_dim
         self._config = dict(config)
-        self._sigma_ratio = sigma_ratio
+        self._native = native
 
     def launch_arguments(self, dtype: Literal["fp32", "bf16"]) -> list[str]:
         # Other components stay as released: the network casts the text's states. The checkpoint is the directory
@@ -98,10 +95,6 @@ class MiniMaxH3Serving(ServingFormat):
             raise ValueError(f"a latent must be [{size}], got {list(tensor.shape)}")
         return tensor.to(torch.float32)
 
-    def start(self, noise: Tensor, sigma: Tensor) -> Tensor:
-        video, audio = split(noise, self._canvas)
-        return join(sigma * video, audio_sigma(sigma, self._sigma_ratio) * audio)
-
     def probe(self, probe: Probe) -> dict[str, Tensor]:
         return {"x": probe.x[0], STATES: probe.cond[STATES]}
 
@@ -120,7 +113,7 @@ class MiniMaxH3Serving(ServingFormat):
         return output.to(torch.float32).clamp(-1, 1)
 
     def weights(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return to_native(tensors, self._config, grouped=self._config.get("_class_name") == NATIVE_CLASS)
+        return to_native(tensors, self._config, grouped=self._native)
 
     def predicted(self, tensors: Mapping[str, Tensor], dtype: Literal["fp32", "bf16"]) -> tuple[str, int]:
         held = engine_tensors(tensors, self._config, dtype)

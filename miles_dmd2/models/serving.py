@@ -51,10 +51,6 @@ class ServingFormat(ABC):
     def media(self, output: Tensor) -> Tensor:
         """`generated_output` -> uint8 `[frames, height, width, 3]`. ValueError: not a picture of this canvas."""
 
-    def start(self, noise: Tensor, sigma: Tensor) -> Tensor:
-        """The latent that a rollout starts from, at the grid's first sigma. Default: `sigma * noise`."""
-        return sigma * noise
-
     def sound(self, output: Tensor, sample_rate: int) -> Tensor:
         """`generated_audio` `[channels, samples]` -> fp32 in [-1, 1]. ValueError: not of this clip; by default, any."""
         raise ValueError("this family has no sound")

@@ -26,7 +26,6 @@ from miles_dmd2.engines.sglang.server import Server
 from miles_dmd2.engines.sglang.weights import Push, WeightStore, in_memory, on_disk
 from miles_dmd2.engines.sglang.wire import Answer, Ask, check_servable, parse_conditioning, parse_rollout
 from miles_dmd2.models.base import ModelAdapter
-from miles_dmd2.models.weights import safetensors_shapes
 from miles_dmd2.types import Conditioning, RolloutRequest, RolloutSample, WeightUpdate, WeightVersion
 
 __all__ = ["SGLangEngine", "SGLangSettings"]
@@ -60,7 +59,7 @@ class SGLangEngine(RolloutEngine):
             raise ValueError("an SGLang engine needs at least one server")
         self._adapter = adapter
         self._settings = settings or SGLangSettings()
-        self._shapes = safetensors_shapes(adapter.checkpoint / "transformer")
+        self._shapes = adapter.weight_shapes()
         self._store: WeightStore | None = None
         self._prompts: OrderedDict[str, Conditioning] = OrderedDict()  # one canvas to an engine: the prompt is the key
         self._version = checkpoint_version

@@ -200,9 +200,8 @@ def _stopped(reply: dict[str, Any], ask: Ask, adapter: ModelAdapter) -> tuple[Te
     x_k, x0 = (
         _latent(latent, name, adapter) for latent, name in zip(_steps(trajectory, 2), ("x_k", "x0"), strict=True)
     )
-    if ask.request.stop_step == 0 and not torch.equal(
-        x_k, adapter.serving.start(adapter.initial_noise(ask.request.seed), grid[0])
-    ):
+    start = adapter.spread(adapter.part_sigmas(grid[:1]))[0]
+    if ask.request.stop_step == 0 and not torch.equal(x_k, start * adapter.initial_noise(ask.request.seed)):
         raise WireError("x_k of step 0 is not the noise of its seed at the first sigma")
     return x_k, x0
 
