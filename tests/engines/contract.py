@@ -41,6 +41,7 @@ class Harness:
     same: float = 1e-5
     exact: bool = True
     decodes: Callable[[], int] = lambda: 0
+    further: str = ""  # a prompt whose conditioning is asked for; another where the family is never asked for ""
 
     def weights(self, step: int, kind: str = "raw") -> Weights:
         """Weights of a student after `step` updates: the checkpoint's at 0, moved by fixed noise after."""
@@ -272,18 +273,19 @@ class EngineContract:
 
     def test_conditioning_is_what_the_samples_were_made_with(self, harness: Harness) -> None:
         """Also for the empty prompt, which no request may have but a teacher's guidance needs."""
-        prompts = [*harness.prompts, "", harness.prompts[0]]
+        prompts = [*harness.prompts, harness.further, harness.prompts[0]]
         before = harness.engine.forward_count
         records = harness.engine.conditioning(prompts)
         assert harness.engine.forward_count == before
         assert len(records) == len(prompts)
-        same, empty = records[-1], records[-2]
+        same, further = records[-1], records[-2]
         assert all(torch.equal(same[key], records[0][key]) for key in same)
         for other in records[:-2]:
             assert any(
-                a.shape != b.shape or not torch.equal(a, b) for a, b in zip(empty.values(), other.values(), strict=True)
+                a.shape != b.shape or not torch.equal(a, b)
+                for a, b in zip(further.values(), other.values(), strict=True)
             )
-        assert {value.dtype for value in empty.values()} <= {torch.float32, torch.bool, torch.int64}
+        assert {value.dtype for value in further.values()} <= {torch.float32, torch.bool, torch.int64}
         samples = harness.engine.generate(harness.requests(*[0] * len(harness.prompts)))
         for sample, record in zip(samples, records, strict=False):
             assert all(torch.equal(sample.cond[key], record[key]) for key in record)

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from miles_dmd2.engines.sglang.engine import SGLangEngine, SGLangSettings
 from miles_dmd2.engines.sglang.server import ManagedServer, SGLangLaunch
 from miles_dmd2.models.minimax_h3 import MiniMaxH3Adapter
 from tests import tiny_h3
 from tests.sglang import tiny_h3_engine
-from tests.sglang.h3.bench import SAME, SERVED, SHORT, SIDE, Ask, Served, body
+from tests.sglang.h3.bench import SAME, SERVED, SHORT, SIDE, Ask, Served, body, push
 from tests.sglang.raw import Server
 
 START_SECONDS = 240.0
@@ -61,6 +62,15 @@ def running(
     )
     with ManagedServer(launch) as server:
         yield server
+
+
+@pytest.fixture(scope="module", autouse=True)
+def checkpoint_weights(running: ManagedServer, checkpoint: Path, served: Served) -> None:
+    """Received through an update: other modules leave others on this server."""
+    adapter = MiniMaxH3Adapter(checkpoint, SIDE, SIDE, SHORT)
+    engine = SGLangEngine(adapter, [running], SGLangSettings(forward_dtype=served.dtype))
+    push(engine, adapter, served)
+    engine.close()
 
 
 @pytest.fixture
