@@ -40,7 +40,7 @@ def set_up(name: str, settings: WorkerSettings) -> ModelAdapter:
     logger = logging.getLogger("miles_dmd2")
     logger.setLevel(logging.INFO)
     logger.info("pid %d, torch %s, %d threads", os.getpid(), torch.__version__, settings.threads)
-    return build_adapter(settings.checkpoint, settings.height, settings.width, settings.num_frames)
+    return build_adapter(settings.checkpoint, settings.height, settings.width, settings.num_frames, settings.seconds)
 
 
 def end_with(pid: int) -> None:

@@ -24,6 +24,7 @@ class WorkerSettings:
     height: int | None
     width: int | None
     num_frames: int | None
+    seconds: float | None
     forward_dtype: Literal["fp32", "bf16"]
     device: Literal["cpu", "cuda"]
     threads: int
@@ -80,6 +81,8 @@ class TrainerJob:
     tell_stop_step: bool
     score_sigma_range: tuple[float, float]
     score_shift: float
+    part_shifts: tuple[tuple[str, float], ...]
+    part_weights: Mapping[str, float]
     score_sigma_law: Literal["uniform", "logit_normal"]
     score_sigma_logit: tuple[float, float]  # mean and standard deviation
     critic_scoring: Literal["fused", "original"]

@@ -253,6 +253,7 @@ def build_trainer(
             ema_start=job.student_ema_start,
             normalizer=job.normalizer,
             normalizer_eps=job.normalizer_eps,
+            part_weights=job.part_weights,
         )
     return CriticTrainer(
         _settings(job),
@@ -265,12 +266,13 @@ def build_trainer(
         scoring=job.critic_scoring,
         guidance=None if uncond is None else Guidance(job.teacher_guidance_scale, uncond),
         told_stop_steps=job.num_steps if job.tell_stop_step else None,
+        part_weights=job.part_weights,
     )
 
 
 def _score_sigma(job: TrainerJob) -> ScoreSigma:
     (lo, hi), (mean, std) = job.score_sigma_range, job.score_sigma_logit
-    return ScoreSigma(lo, hi, job.score_shift, law=job.score_sigma_law, logit_mean=mean, logit_std=std)
+    return ScoreSigma(lo, hi, job.score_shift, job.part_shifts, law=job.score_sigma_law, logit_mean=mean, logit_std=std)
 
 
 def _start(job: TrainerJob, adapter: ModelAdapter) -> nn.Module:

@@ -18,7 +18,6 @@ RUN_MARKER = "run.json"  # a run writes it into its directory when all its proce
 MANIFEST = "manifest.json"  # a checkpoint writes it last: with it, the checkpoint is complete
 _STEP = re.compile(r"step_(\d+)")
 _LARGEST_HEADER = 100 * 2**20
-_REQUIRED = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
 _WEIGHTED = ("transformer", "vae", "text_encoder")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _BYTES = {  # of a value, by safetensors' name of its dtype; sizes of others are not checked
@@ -29,19 +28,22 @@ _BYTES = {  # of a value, by safetensors' name of its dtype; sizes of others are
 }
 
 
-def check_checkpoint(path: Path, known_classes: Collection[str], flag: str = "--hf-checkpoint") -> None:
-    """A diffusers pipeline directory of a known class whose parts are there, with weights that were not cut short."""
+def check_checkpoint(path: Path, known: Mapping[str, Collection[str]], flag: str = "--hf-checkpoint") -> None:
+    """A diffusers pipeline directory of a known class whose parts are there, with weights that were not cut short.
+
+    known: pipeline class -> the parts that it must have.
+    """
     where = f"{flag} {show(path)}"
     if not path.is_dir():
         what = "is a file" if path.is_file() else "no such directory"
         raise ConfigError(f"{where}: {what}; give the directory of a diffusers pipeline (it holds model_index.json)")
     index = _read_json(path / "model_index.json", where)
     found = index.get("_class_name")
-    if not isinstance(found, str) or found not in known_classes:
-        known = ", ".join(sorted(known_classes))
-        raise ConfigError(f"{where}: model_index.json has _class_name {show(found)}; this version trains {known}")
+    if not isinstance(found, str) or found not in known:
+        classes = ", ".join(sorted(known))
+        raise ConfigError(f"{where}: model_index.json has _class_name {show(found)}; this version trains {classes}")
     parts = [name for name, value in index.items() if _is_part(name, value)]
-    for name in _REQUIRED:
+    for name in known[found]:
         if name not in parts:
             raise ConfigError(f"{where}: model_index.json names no {name}; a {found} has one, give a complete pipeline")
     for name in parts:

@@ -84,8 +84,8 @@ class Plan:
     notes: tuple[str, ...]
 
 
-def build_plan(config: Config, trainers: Sequence[TrainerSpec]) -> Plan:
-    """The plan of a resolved run. Pure arithmetic: nothing is opened, nothing is started."""
+def build_plan(config: Config, trainers: Sequence[TrainerSpec], notes: Sequence[str] = ()) -> Plan:
+    """The plan of a resolved run. Pure arithmetic: nothing is opened, nothing is started. `notes`: more of them."""
     rollout, per_node = config.rollout, config.cluster.actor_num_gpus_per_node
     critic = next(trainer for trainer in trainers if trainer.role == "critic")
     has_eval = config.evaluation.eval_prompt_data is not None
@@ -113,7 +113,7 @@ def build_plan(config: Config, trainers: Sequence[TrainerSpec]) -> Plan:
         eval_every=config.eval_every,
         eval_kinds=(("raw", "ema") if config.keeps_ema else ("raw",)) if has_eval else (),
         checkpoints=-(-rollout.num_rollout // (config.run.save_interval or rollout.num_rollout)),
-        notes=_notes(config, critic),
+        notes=(*_notes(config, critic), *notes),
     )
 
 
@@ -202,7 +202,8 @@ def _score_sigma(config: Config) -> str:
     shift = config.score_shift
     logit = algorithm.dmd2_score_sigma_law == "logit_normal"
     law = f"logit-normal ({mean:g}, {std:g})" if logit else "uniform"
-    text = f"{law} in [{low:g}, {high:g}], shift {shift:g}"
+    own = "".join(f", {name} {value:g}" for name, value in config.part_shifts.items())
+    text = f"{law} in [{low:g}, {high:g}], shift {shift:g}{own}"
     if shift == 1:
         return text
     end = high if shift > 1 else low

@@ -12,8 +12,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
+from miles_dmd2.config.parts import VISUAL, parse_parts, written
 from miles_dmd2.config.section import Beta, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, Seed
 from miles_dmd2.config.sglang import SGLangSection, check_local, check_sglang, check_student
 
@@ -36,7 +37,19 @@ class ModelSection(Section):
     diffusion_height: PositiveInt | None = Field(None, description="height in pixels (default: the checkpoint's own)")
     diffusion_width: PositiveInt | None = Field(None, description="width in pixels (default: the checkpoint's own)")
     diffusion_num_frames: PositiveInt | None = Field(None, description="frames of a clip (default: the family's own)")
+    diffusion_duration: PositiveFloat | None = Field(
+        None, description="seconds of a clip instead, of a family with a frame rate of its own, up to what it can make"
+    )
     forward_dtype: Literal["fp32", "bf16"] = Field("fp32", description="dtype of forwards; master weights stay fp32")
+
+    @model_validator(mode="after")
+    def _one_length(self) -> ModelSection:
+        if self.diffusion_num_frames is not None and self.diffusion_duration is not None:
+            raise ValueError(
+                f"--diffusion-duration {self.diffusion_duration:g}: the length is --diffusion-num-frames "
+                f"{self.diffusion_num_frames}; leave one of them out"
+            )
+        return self
 
 
 class AlgorithmSection(Section):
@@ -94,7 +107,13 @@ class AlgorithmSection(Section):
         (0.02, 0.98), description="LO HI: score sigma is spread over it, shifted by --fsdp-flow-shift, clamped to it"
     )
     fsdp_flow_shift: str = Field(
-        "1.0", description="shift of the trainers' score sigma: K, or visual=K (audio=K where the family has sound)"
+        "1.0",
+        description="shift of the trainers' score sigma: K, or visual=K,audio=K where the family has sound (default of "
+        "the sound: its release's level beside the picture's)",
+    )
+    dmd2_part_weights: str = Field(
+        "1.0",
+        description="weights of the losses of a latent's parts, as visual=1,audio=1; 0, or not named: no loss on it",
     )
     dmd2_critic_steps_per_student_step: PositiveInt | None = Field(
         None,
@@ -145,10 +164,15 @@ class AlgorithmSection(Section):
                 )
         return self
 
-    @field_validator("fsdp_flow_shift", mode="before")
+    @field_validator("fsdp_flow_shift", "dmd2_part_weights", mode="before")
     @classmethod
-    def _normal_form(cls, value: object) -> str:
-        return str(parse_flow_shift(str(value)))
+    def _normal_form(cls, value: object, info: ValidationInfo) -> str:
+        values = parse_parts(str(value))
+        if info.field_name == "fsdp_flow_shift" and min(values.values()) == 0:
+            raise ValueError("a shift must be > 0; 1 changes nothing")
+        if not any(values.values()):
+            raise ValueError("one of the parts must have a weight above 0, or nothing is trained")
+        return written(values)
 
 
 class RolloutSection(Section):
@@ -342,10 +366,10 @@ class Config(BaseModel):
     run: RunSection
 
     @property
-    def canvas(self) -> tuple[int | None, int | None, int | None]:
-        """Height, width and frames; None stands for the family's own."""
+    def canvas(self) -> tuple[int | None, int | None, int | None, float | None]:
+        """Height, width, and frames or seconds; None stands for the family's own."""
         model = self.model
-        return (model.diffusion_height, model.diffusion_width, model.diffusion_num_frames)
+        return model.diffusion_height, model.diffusion_width, model.diffusion_num_frames, model.diffusion_duration
 
     @property
     def samples_per_rollout(self) -> int:
@@ -400,7 +424,18 @@ class Config(BaseModel):
 
     @property
     def score_shift(self) -> float:
-        return parse_flow_shift(self.algorithm.fsdp_flow_shift)
+        """The picture's."""
+        return parse_parts(self.algorithm.fsdp_flow_shift)[VISUAL]
+
+    @property
+    def part_shifts(self) -> dict[str, float]:
+        """Score shifts of parts beside the picture, where they are not the release's."""
+        shifts = parse_parts(self.algorithm.fsdp_flow_shift)
+        return {name: shift for name, shift in shifts.items() if name != VISUAL}
+
+    @property
+    def part_weights(self) -> dict[str, float]:
+        return parse_parts(self.algorithm.dmd2_part_weights)
 
     @property
     def stop_law(self) -> Literal["full", "per_sample", "shared", "round_robin"]:
@@ -567,22 +602,3 @@ def parse_sigmas(parts: Sequence[str]) -> tuple[float, ...]:
     if not all(here > there for here, there in pairwise(rounded)):
         raise ValueError("must decrease from one sigma to the next, at most to a terminal 0")
     return tuple(sigmas)
-
-
-def parse_flow_shift(text: str) -> float:
-    """The score shift in `5` or `visual=5`. ValueError: another modality, one twice, not a finite number above 0."""
-    shifts: dict[str, float] = {}
-    for part in text.split(","):
-        modality, equals, number = part.strip().rpartition("=")
-        modality = modality.strip() if equals else "visual"
-        if modality == "audio":
-            raise ValueError("audio: no model family of this version has sound; give visual=K, or K alone")
-        if modality != "visual" or modality in shifts:
-            raise ValueError("must be K, or visual=K, for example 5 or visual=5")
-        try:
-            shifts[modality] = float(number)
-        except ValueError:
-            raise ValueError("must be a number K > 0, or visual=K, for example 5 or visual=5") from None
-        if not 0 < shifts[modality] < float("inf"):
-            raise ValueError("the shift must be a finite number > 0; 1 changes nothing")
-    return shifts["visual"]

@@ -116,9 +116,8 @@ class MiniMaxH3Adapter(ModelAdapter):
     def notes(self) -> tuple[str, ...]:
         seconds = self.num_frames / FPS
         low, high = SECONDS
-        if low <= seconds <= high:
-            return ()
-        return (f"clips of {seconds:.2f} s: the release is made for {low:g} to {high:g} s",)
+        made = f"clips of {self.num_frames} frames, {seconds:.2f} s, {self.width} x {self.height}, with sound"
+        return (made if low <= seconds <= high else f"{made}: the release is made for {low:g} to {high:g} s",)
 
     @property
     def latent_shape(self) -> tuple[int, ...]:

@@ -31,6 +31,8 @@ OTHERS: dict[str, tuple[str, Any, tuple[str, ...]]] = {
     "diffusion_height": ("64", 64, ()),
     "diffusion_width": ("96", 96, ()),
     "diffusion_num_frames": ("5", 5, ()),
+    "diffusion_duration": ("2.5", 2.5, ()),
+    "dmd2_part_weights": ("visual=2,audio=1", "visual=2.0,audio=1.0", ()),
     "forward_dtype": ("bf16", "bf16", ()),
     "loss_type": ("dmd2", "dmd2", ()),
     "dmd2_student_sample_type": ("sde", "sde", ()),
@@ -208,6 +210,14 @@ def test_stop_law(flags: tuple[str, ...], law: str) -> None:
 @pytest.mark.parametrize(("text", "shift"), [("5", 5.0), ("visual=5", 5.0), (" visual = 0.5 ", 0.5), ("1e1", 10.0)])
 def test_score_shift(text: str, shift: float) -> None:
     assert run("--fsdp-flow-shift", text).config.score_shift == shift
+
+
+def test_values_by_part_have_one_way_to_be_written() -> None:
+    config = run("--fsdp-flow-shift", "audio=1.25, visual=5", "--dmd2-part-weights", "visual=1,audio=0.5").config
+    assert (config.score_shift, config.part_shifts) == (5.0, {"audio": 1.25})
+    assert config.part_weights == {"visual": 1.0, "audio": 0.5}
+    assert config.algorithm.fsdp_flow_shift == "visual=5.0,audio=1.25"
+    assert run("--fsdp-flow-shift", "visual=5").config.algorithm.fsdp_flow_shift == "5.0"
 
 
 def test_help_lists_every_option_in_its_group_with_its_default_and_choices(monkeypatch: pytest.MonkeyPatch) -> None:

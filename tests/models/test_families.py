@@ -22,7 +22,7 @@ from miles_dmd2.algo import normal, sigma_grid
 from miles_dmd2.models.base import Components, ModelAdapter
 from miles_dmd2.models.export import StudentSampling
 from miles_dmd2.models.offload import held_bytes
-from miles_dmd2.models.registry import FAMILIES, build_adapter
+from miles_dmd2.models.registry import FAMILIES, adapter_class, build_adapter
 from miles_dmd2.training.conditioning import StopStepConditioning
 from tests.families import TINY, Tiny
 from tests.models import pipelines
@@ -74,7 +74,9 @@ def close(a: Tensor, b: Tensor, tolerance: float = FP32) -> None:
 
 
 def test_every_registered_family_is_tested_here() -> None:
-    assert list(dict.fromkeys(tiny.name for tiny in TINY)) == [family.name for family in FAMILIES]
+    """All that the local engine generates with; test_minimax_h3.py is of the other."""
+    embedded = [family.name for family in FAMILIES if adapter_class(family).embedded]
+    assert list(dict.fromkeys(tiny.name for tiny in TINY)) == embedded
 
 
 # -- the pipeline's own forward ----------------------------------------------------------------------------------
