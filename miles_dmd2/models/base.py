@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from miles_dmd2.algo import normal_stream
 from miles_dmd2.models.export import StudentSampling
 from miles_dmd2.models.serving import ServingFormat
+from miles_dmd2.models.weights import safetensors_shapes
 from miles_dmd2.types import Conditioning
 
 VISUAL = "visual"
@@ -125,6 +126,10 @@ class ModelAdapter(ABC):
         So does SGLang's rollout, which draws them in the layout of the latents that it steps (`latent_shape`).
         """
         return normal_stream(seed, self.latent_shape, 1 + hops)[1:]
+
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the trained weights, from the headers of the checkpoint's files."""
+        return safetensors_shapes(self.checkpoint / "transformer")
 
     @abstractmethod
     def load_transformer(self, dtype: torch.dtype = torch.float32) -> nn.Module: ...

@@ -36,15 +36,18 @@ from miles_dmd2.models.minimax_h3_layout import (
     packed_sequence,
     split,
 )
+from miles_dmd2.models.minimax_h3_serving import MiniMaxH3Serving
 from miles_dmd2.models.minimax_h3_weights import (
     DIFFUSERS_CLASS,
     NATIVE_CLASS,
     ROPE,
     TransformerShape,
     from_native,
+    native_shapes,
     to_native,
 )
 from miles_dmd2.models.offload import own_storage
+from miles_dmd2.models.serving import ServingFormat
 from miles_dmd2.models.weights import mismatch, safetensors_shapes
 from miles_dmd2.types import Conditioning
 
@@ -135,6 +138,17 @@ class MiniMaxH3Adapter(ModelAdapter):
 
     def part_sigmas(self, sigma: Tensor) -> tuple[Tensor, ...]:
         return sigma, audio_sigma(sigma, self.audio_ratio)
+
+    @property
+    def serving(self) -> ServingFormat:
+        return MiniMaxH3Serving(self.canvas, self._text_dim, self.config, native=self._native)
+
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        shapes = super().weight_shapes()
+        if self._native:
+            return native_shapes(shapes, self.config)
+        shapes.pop(ROPE, None)
+        return shapes
 
     def initial_noise(self, seed: int) -> Tensor:
         return initial_rows(seed, self.canvas)

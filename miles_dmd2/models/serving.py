@@ -51,9 +51,20 @@ class ServingFormat(ABC):
     def media(self, output: Tensor) -> Tensor:
         """`generated_output` -> uint8 `[frames, height, width, 3]`. ValueError: not a picture of this canvas."""
 
+    def sound(self, output: Tensor, sample_rate: int) -> Tensor:
+        """`generated_audio` `[channels, samples]` -> fp32 in [-1, 1]. ValueError: not of this clip; by default, any."""
+        raise ValueError("this family has no sound")
+
     def weights(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The exporter's tensors in the names and layout that the server takes. Default: as they are."""
         return dict(tensors)
+
+    def predicted(self, tensors: Mapping[str, Tensor], dtype: Literal["fp32", "bf16"]) -> tuple[str, int] | None:
+        """SGLang's own checksum of the transformer that serves the exporter's tensors, and its number of parameters.
+
+        For families whose weights load in a wrong layout without an error. Default: None, nothing is predicted.
+        """
+        return None
 
 
 class CanvasServing(ServingFormat):

@@ -14,7 +14,7 @@ from torch import Tensor
 from miles_dmd2.engines.base import EngineError, check_probe
 from miles_dmd2.engines.sglang.http import FailedError, RefusedError, ServerError, Transport
 from miles_dmd2.engines.sglang.pool import PROBE_TOLERANCE, Link, SGLangSettings
-from miles_dmd2.engines.sglang.weights import MODULE, Push, bodies, check_report
+from miles_dmd2.engines.sglang.weights import MODULE, Push, bodies, check_checksum, check_report
 from miles_dmd2.engines.sglang.wire import (
     Ask,
     Capabilities,
@@ -134,6 +134,10 @@ class Calls:
         if plugin:
             if verify:
                 check_report(push, await self._json(link, "GET", "/miles_dmd2/weights"))
+            if verify and push.predicted is not None and push.predicted[1] == link.capabilities.parameters:
+                # An engine that is split over devices counts, and hashes, its first part only.
+                answer = await self._json(link, "POST", "/get_weights_checksum", {"module_names": [MODULE]})
+                check_checksum(push, answer)
             check_probe(push.update, await self._probe(link, push), self._tolerance)
 
     async def _update(self, link: Link, path: str, body: dict[str, object]) -> None:

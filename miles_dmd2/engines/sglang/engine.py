@@ -12,6 +12,7 @@ import logging
 import secrets
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -25,7 +26,6 @@ from miles_dmd2.engines.sglang.server import Server
 from miles_dmd2.engines.sglang.weights import Push, WeightStore, in_memory, on_disk
 from miles_dmd2.engines.sglang.wire import Answer, Ask, check_servable, parse_conditioning, parse_rollout
 from miles_dmd2.models.base import ModelAdapter
-from miles_dmd2.models.weights import safetensors_shapes
 from miles_dmd2.types import Conditioning, RolloutRequest, RolloutSample, WeightUpdate, WeightVersion
 
 __all__ = ["SGLangEngine", "SGLangSettings"]
@@ -59,7 +59,7 @@ class SGLangEngine(RolloutEngine):
             raise ValueError("an SGLang engine needs at least one server")
         self._adapter = adapter
         self._settings = settings or SGLangSettings()
-        self._shapes = safetensors_shapes(adapter.checkpoint / "transformer")
+        self._shapes = adapter.weight_shapes()
         self._store: WeightStore | None = None
         self._prompts: OrderedDict[str, Conditioning] = OrderedDict()  # one canvas to an engine: the prompt is the key
         self._version = checkpoint_version
@@ -213,6 +213,8 @@ class SGLangEngine(RolloutEngine):
                 cond=cond,
                 weight_version=version,
                 media=answer.media,
+                audio=answer.audio,
+                audio_sample_rate=answer.audio_sample_rate,
             )
             for request, answer, cond in zip(requests, answers, conds, strict=True)
         ]
@@ -284,14 +286,17 @@ class SGLangEngine(RolloutEngine):
     def _push(self, update: WeightUpdate, tensors: Mapping[str, Tensor]) -> Push:
         """As the servers take them: their names, and bf16 if they keep nothing in more."""
         sent = self._adapter.serving.weights(tensors)
+        predicted = None
+        if self._syncs % self._settings.verify_every == 0:
+            predicted = self._adapter.serving.predicted(tensors, self._settings.forward_dtype)
         servers = [link.capabilities for link in self._pool.links if link.state is not State.GONE]
         if servers and all(server.all_bf16 for server in servers):
             sent = {name: value.to(torch.bfloat16) for name, value in sent.items()}
         if self._settings.weight_sync == "tensor":
-            return in_memory(update, sent)
+            return replace(in_memory(update, sent), predicted=predicted)
         if self._store is None:
             self._store = WeightStore(self._settings.weight_directory, sum(value.nbytes for value in sent.values()))
-        return on_disk(update, sent, self._store)
+        return replace(on_disk(update, sent, self._store), predicted=predicted)
 
     async def _load(self, push: Push) -> None:
         verify = self._syncs % self._settings.verify_every == 0

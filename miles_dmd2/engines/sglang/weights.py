@@ -45,7 +45,7 @@ class Push:
     """One set of weights, ready to be sent to any server, any number of times.
 
     update: without its payload. digests: name as sent -> digest; digest: of the set. The weights are in `directory`
-    ("disk") or `tensors` (on the CPU).
+    ("disk") or `tensors` (on the CPU). predicted: see `ServingFormat.predicted`; None: not to be compared.
     """
 
     update: WeightUpdate
@@ -53,6 +53,7 @@ class Push:
     digest: str
     directory: Path | None = None
     tensors: Mapping[str, Tensor] | None = None
+    predicted: tuple[str, int] | None = None
 
 
 def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -113,6 +114,16 @@ def check_report(push: Push, report: object) -> None:
         problems = [f"its digest is {report.get('digest')}, sent was {push.digest}"]
     if problems:
         raise EngineError(f"weights {push.update.version} refused: {'; '.join(problems)}")
+
+
+def check_checksum(push: Push, answer: Mapping[str, object]) -> None:
+    """The answer of `POST /get_weights_checksum` against the prediction. EngineError: right names, wrong layout."""
+    assert push.predicted is not None
+    if answer.get(MODULE) != push.predicted[0]:
+        raise EngineError(
+            f"weights {push.update.version} refused: the engine's checksum is {answer.get(MODULE)}, predicted was "
+            f"{push.predicted[0]}: names and shapes fit, but the engine holds them in another order"
+        )
 
 
 class WeightStore:

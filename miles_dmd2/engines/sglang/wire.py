@@ -61,22 +61,31 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one reply says. x_k, x0: fp32 `[*latent]`; forwards: counted by the server."""
+    """What one reply says. x_k, x0: fp32 `[*latent]`; forwards: counted by the server.
+
+    audio: `[channels, samples]` fp32 with its rate in Hz, where the server sends one with the media.
+    """
 
     x_k: Tensor
     x0: Tensor
     forwards: int
     cond: Conditioning | None
     media: Tensor | None
+    audio: Tensor | None = None
+    audio_sample_rate: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What the handshake learned. all_bf16: every parameter of the transformer is bf16, so sending more is waste."""
+    """What the handshake learned. all_bf16: every parameter of the transformer is bf16, so sending more is waste.
+
+    parameters: of the transformer, as the worker counts them.
+    """
 
     plugin: bool
     all_bf16: bool = False
     sleeping: bool = False
+    parameters: int | None = None
 
 
 # -- requests ------------------------------------------------------------------------------------------------
@@ -139,7 +148,7 @@ def parse_rollout(body: bytes, ask: Ask, adapter: ModelAdapter) -> Answer:
     if ask.plugin and not ask.conditioning and reply.get("denoising_env") is not None:
         raise WireError("denoising_env was not asked for")
     cond = _conditioning(reply, ask, adapter) if ask.conditioning else None
-    return Answer(x_k, x0, forwards, cond, _media(reply, ask, adapter))
+    return Answer(x_k, x0, forwards, cond, _media(reply, ask, adapter), *_audio(reply, ask, adapter))
 
 
 def parse_conditioning(body: bytes, ask: Ask, adapter: ModelAdapter) -> Conditioning:
@@ -191,7 +200,8 @@ def _stopped(reply: dict[str, Any], ask: Ask, adapter: ModelAdapter) -> tuple[Te
     x_k, x0 = (
         _latent(latent, name, adapter) for latent, name in zip(_steps(trajectory, 2), ("x_k", "x0"), strict=True)
     )
-    if ask.request.stop_step == 0 and not torch.equal(x_k, grid[0] * adapter.initial_noise(ask.request.seed)):
+    start = adapter.spread(adapter.part_sigmas(grid[:1]))[0]
+    if ask.request.stop_step == 0 and not torch.equal(x_k, start * adapter.initial_noise(ask.request.seed)):
         raise WireError("x_k of step 0 is not the noise of its seed at the first sigma")
     return x_k, x0
 
@@ -276,6 +286,24 @@ def _media(reply: dict[str, Any], ask: Ask, adapter: ModelAdapter) -> Tensor | N
     return _own(media)
 
 
+def _audio(reply: dict[str, Any], ask: Ask, adapter: ModelAdapter) -> tuple[Tensor | None, int | None]:
+    """The sound of decoded media and its rate; both None where the server sends none."""
+    output, rate = reply.get("generated_audio"), reply.get("audio_sample_rate")
+    if output is None and rate is None:
+        return None, None
+    if not ask.request.decode and ask.plugin:
+        raise WireError("generated_audio was not asked for")
+    if type(rate) is not int or rate < 1:
+        raise WireError(f"audio_sample_rate must be a positive whole number beside generated_audio, got {rate!r}")
+    tensor = _tensor(output, "generated_audio")
+    if not tensor.is_floating_point() or not bool(torch.isfinite(tensor).all()):
+        raise WireError(f"generated_audio must be finite floating point, got {tensor.dtype}")
+    try:
+        return _own(adapter.serving.sound(tensor, rate)), rate
+    except ValueError as error:
+        raise WireError(f"generated_audio: {error}") from error
+
+
 # -- handshake -----------------------------------------------------------------------------------------------
 
 
@@ -313,7 +341,9 @@ def read_capabilities(
         raise EngineError(f"it serves a {worker['pipeline']!r}, this model needs one of {list(pipelines)}")
     if _DTYPES.get(worker["dtype"]) != forward_dtype:
         raise EngineError(f"its transformer is {worker['dtype']!r}, the run computes in {forward_dtype}")
-    return Capabilities(True, worker["dtype"] == "torch.bfloat16", worker["sleeping"] is True)
+    parameters = worker.get("parameters")
+    all_bf16, sleeping = worker["dtype"] == "torch.bfloat16", worker["sleeping"] is True
+    return Capabilities(True, all_bf16, sleeping, parameters if type(parameters) is int else None)
 
 
 def check_version(version: object, allow_untested: bool) -> None:

@@ -13,8 +13,9 @@ from typing import Any, Literal
 from pydantic import ConfigDict, model_validator
 from sglang.multimodal_gen.runtime.entrypoints.post_training import io_struct
 from sglang.multimodal_gen.runtime.platforms.plugins import HookRegistry, HookType
+from sglang.multimodal_gen.runtime.server_args import get_global_server_args
 
-from miles_dmd2.engines.sglang_plugin import protocol
+from miles_dmd2.engines.sglang_plugin import h3_http, protocol
 
 # The engine accepts any size: 16384 x 16384 x 81 took 13.8 GB before it could be stopped.
 MAX_SIDE = 8192
@@ -56,8 +57,13 @@ class RolloutRequest(io_struct.RolloutRequest):
 
 
 class RolloutResponse(io_struct.RolloutResponse):
-    """SGLang's response with what the worker's hooks say about this sample."""
+    """SGLang's response with what the worker's hooks say about this sample, and its sound.
 
+    generated_audio: `[channels, samples]` of families that decode it, with its rate in Hz.
+    """
+
+    generated_audio: dict[str, Any] | None = None
+    audio_sample_rate: int | None = None
     miles_dmd2: dict[str, Any] | None = None
 
 
@@ -104,7 +110,11 @@ def _option_problem(request: RolloutRequest) -> str | None:
     used = [name for name in OURS if name in request.model_fields_set]
     if protocol.KEY in ((request.extra_sampling_params or {}).get("diffusers_kwargs") or {}):
         return f"diffusers_kwargs.{protocol.KEY} is set by this server; use the rollout_* fields"
-    if used and request.extra_sampling_params:  # among them are modes with a denoising loop of their own
+    if used and h3_http.served(get_global_server_args()):
+        problem = h3_http.extra_problem(request)
+        if problem is not None:
+            return problem
+    elif used and request.extra_sampling_params:  # among them are modes with a denoising loop of their own
         return f"extra_sampling_params cannot be combined with {', '.join(used)}"
     if not request.rollout:
         return f"{', '.join(used)}: only with rollout" if used else None
@@ -131,13 +141,16 @@ def move_fields(sampling: dict[str, Any], request: RolloutRequest) -> dict[str, 
 
 
 def add_report(responses: list[RolloutResponse], *args: Any, **kwargs: Any) -> list[RolloutResponse]:
-    """AFTER `_build_response`: what the worker reports about its sample."""
+    """AFTER `_build_response`: what the worker reports about its sample, and the sound, which SGLang leaves out."""
     from sglang.multimodal_gen.runtime.entrypoints.post_training.utils import _maybe_serialize
 
     result = kwargs["result"] if "result" in kwargs else args[4]
     report = getattr(result.rollout_trajectory_data, protocol.KEY, None)
-    for response in responses:
+    for index, response in enumerate(responses):
         response.miles_dmd2 = _maybe_serialize(report)
+        if result.audio is not None:
+            response.generated_audio = _maybe_serialize(result.audio[index])
+            response.audio_sample_rate = result.audio_sample_rate
     return responses
 
 
@@ -169,12 +182,16 @@ class ReplyDigest:
         await self.app(scope, receive, hold)
 
 
-def add_routes(app: Any, *_args: Any, **_kwargs: Any) -> Any:
-    """AFTER `create_app`: our routes and the digest of replies."""
+def add_routes(app: Any, server_args: Any, **_kwargs: Any) -> Any:
+    """AFTER `create_app`: our routes, the digest of replies, and the hooks of a family that has its own."""
     from fastapi import APIRouter, HTTPException
     from sglang.multimodal_gen.runtime.scheduler_client import async_scheduler_client
     from sglang.version import __version__
 
+    hooks = HOOKS
+    if h3_http.served(server_args):
+        h3_http.add_hooks()
+        hooks = {**HOOKS, **h3_http.HOOKS}
     router = APIRouter(prefix="/miles_dmd2")
 
     async def of_worker(operation: str) -> dict[str, Any]:
@@ -191,7 +208,7 @@ def add_routes(app: Any, *_args: Any, **_kwargs: Any) -> Any:
             "version": protocol.VERSION,
             "sglang": __version__,
             "launch_id": os.environ.get(protocol.LAUNCH_ID),
-            "hooks": applied(HOOKS),
+            "hooks": applied(hooks),
             "worker": await of_worker(protocol.CAPABILITIES),
         }
 

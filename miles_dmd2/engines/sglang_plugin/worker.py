@@ -35,6 +35,7 @@ class Rollout:
     after: Tensor | None = None  # x_{k+1} in fp32, before the scheduler casts it
     velocity: Tensor | None = None
     probe: dict[str, Tensor] = field(default_factory=dict)
+    audio: list[Tensor] = field(default_factory=list)  # of families with sound: its rows at every step
 
     @property
     def stop_step(self) -> int | None:
@@ -225,6 +226,14 @@ def skip_decode(original: Callable[..., Any], self: Any, batch: Any, server_args
     )
 
 
+def add_hooks_of_family(self: Any, *args: Any, **kwargs: Any) -> None:
+    """BEFORE `ComposedPipelineBase.__init__`: a family with stages of its own gets its hooks before they are built."""
+    from miles_dmd2.engines.sglang_plugin import h3
+
+    if h3.builds(self):
+        h3.add_hooks()
+
+
 def move_modules(original: Callable[..., Any], self: Any, names: list[str], device: str) -> None:
     """AROUND `_move_modules`: nothing to move is no reason to ask for CUDA, as SGLang does."""
     if names:
@@ -256,11 +265,14 @@ def capabilities(worker: Any) -> dict[str, Any]:
     """What this worker is: its hooks, its model, its dtype."""
     from sglang.multimodal_gen.runtime.managers.memory_managers.layerwise_offload import is_layerwise_offloaded_module
 
+    from miles_dmd2.engines.sglang_plugin import h3
+
+    of_family = h3.applied() if h3.builds(worker.pipeline) else {}
     transformer = _transformer(worker)
     dtypes = {str(parameter.dtype) for parameter in transformer.parameters()}
     return {
-        "hooks": {target: target in HookRegistry._patched for target in HOOKS},
-        "bypassed": _bypassed(worker.pipeline),
+        "hooks": {**{target: target in HookRegistry._patched for target in HOOKS}, **of_family},
+        "bypassed": h3.bypassed(worker.pipeline) if of_family else _bypassed(worker.pipeline),
         "pipeline": type(worker.pipeline).__name__,
         "model_path": str(worker.server_args.model_path),
         "transformer": type(transformer).__name__,
@@ -310,6 +322,10 @@ _ROLLOUT = _RUNTIME + "post_training."
 _MEMORY = _RUNTIME + "managers.memory_managers.memory_occupation_controller.MemoryOccupationController."
 _UPDATER = _ROLLOUT + "weights_updater."
 HOOKS: dict[str, tuple[Callable[..., Any], HookType]] = {
+    _RUNTIME + "pipelines_core.composed_pipeline_base.ComposedPipelineBase.__init__": (
+        add_hooks_of_family,
+        HookType.BEFORE,
+    ),
     _STAGES + "timestep_preparation.TimestepPreparationStage.forward": (set_grid, HookType.AROUND),
     _STAGES + "latent_preparation.LatentPreparationStage.get_latent_preparation_spec": (noise_in_fp32, HookType.AFTER),
     _DENOISING + "_prepare_denoising_loop": (place_probe, HookType.BEFORE),
