@@ -14,11 +14,14 @@ from miles_dmd2.algo import key_seed, normal, sample_score_sigma, shift_sigma, u
 from miles_dmd2.models.base import LatentPart
 from miles_dmd2.models.minimax_h3 import MiniMaxH3Adapter
 from miles_dmd2.models.minimax_h3_layout import join, split
-from miles_dmd2.training import ActorTrainer, CriticTrainer, OptimizerSettings, Ranks, TrainerSettings
+from miles_dmd2.training import ActorTrainer, CriticTrainer, OptimizerSettings, Ranks, TrainerSettings, wanted_ids
 from miles_dmd2.training.parts import trained_parts
 from miles_dmd2.training.scoring import ScoreSigma
 from miles_dmd2.types import RolloutSample, ScoreRow, WeightVersion
 from tests.tiny_h3 import TEXT_DIM, h3_checkpoint
+from tests.training.pool import RankPool
+from tests.training.runs import distance
+from tests.training.runs import weights as weights_of
 from tests.training.toy import GRID, LABELS, ToyAdapter
 
 __all__ = ["h3_checkpoint"]
@@ -264,3 +267,49 @@ def test_h3s_student_moves_by_what_is_trained(h3: MiniMaxH3Adapter, ranks: Ranks
     video, audio = split(update.probe.velocity, h3.canvas)
     assert torch.equal(join(video, audio), update.probe.velocity)
     assert bool(torch.isfinite(update.probe.velocity).all())
+
+
+def h3_rollouts(
+    ranks: Ranks, checkpoint: Path, forward_dtype: torch.dtype
+) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
+    """Two rollouts of critic and student, all parts trained: their weights, and the student's probe."""
+    adapter = MiniMaxH3Adapter(checkpoint, 32, 32, 5)
+    own = TrainerSettings(
+        "critic", SEED, OptimizerSettings(lr=1e-2, beta1=0.0, eps=1e-2), 1, forward_dtype=forward_dtype
+    )
+    weights = {"visual": 1.0, "audio": 0.5}
+    load = adapter.load_transformer
+    critic = CriticTrainer(own, adapter, load(), load(), ranks, part_weights=weights)
+    actor = ActorTrainer(own, adapter, load(), ranks, part_weights=weights)
+    window = (0, 1, 2, 3)
+    share = [h3_sample(adapter, i) for i in wanted_ids([window], ranks.rank, ranks.world_size)]
+    for rollout_id in range(2):
+        _, scores = critic.train(rollout_id, [window], share)
+        actor.train(rollout_id, [window], share, ranks.gather(scores))
+    update = actor.export_weights(["raw"])["raw"]
+    return weights_of(critic), weights_of(actor), update.probe.velocity
+
+
+def test_h3_on_two_ranks_is_h3_on_one(ranks: Ranks, two_ranks: RankPool, h3_checkpoint: Path) -> None:
+    alone = h3_rollouts(ranks, h3_checkpoint, torch.float32)
+    start = dict(MiniMaxH3Adapter(h3_checkpoint, 32, 32, 5).load_transformer().named_parameters())
+    assert distance(start, alone[1]) > 5e-5
+    for sharded in two_ranks.run(h3_rollouts, h3_checkpoint, torch.float32):
+        assert distance(sharded[0], alone[0]) < 5e-6
+        assert distance(sharded[1], alone[1]) < 5e-6
+
+
+def test_h3s_forward_under_fsdp_is_that_of_the_release_in_bf16(
+    ranks: Ranks, two_ranks: RankPool, h3_checkpoint: Path
+) -> None:
+    """fp32 shards, gathered in bf16 but for projections and clock: what a bf16 network computes, bit for bit."""
+    alone = h3_rollouts(ranks, h3_checkpoint, torch.bfloat16)
+    for _, student, probed in (alone, two_ranks.run(h3_rollouts, h3_checkpoint, torch.bfloat16)[0]):
+        adapter = MiniMaxH3Adapter(h3_checkpoint, 32, 32, 5)
+        loaded = adapter.load_transformer(torch.bfloat16)
+        with torch.no_grad():
+            for name, value in loaded.named_parameters():
+                value.copy_(student[name])
+            x = normal(key_seed(0, "probe", 0, 1), adapter.latent_shape).unsqueeze(0)
+            cond = adapter.collate([adapter.probe_conditioning()])
+            assert torch.equal(adapter.velocity(loaded, x, torch.full((1,), 0.5), cond), probed)
