@@ -98,19 +98,20 @@ class EngineWorker:
 def build_engine(settings: EngineSettings, adapter: ModelAdapter, server_workers: Sequence[Any]) -> RolloutEngine:
     """The engine that `settings` ask for, awake. server_workers: actors whose servers are up, for SGLang."""
     worker = settings.worker
+    latents = None if settings.latents is None else read_latents(settings.latents).latents
     if settings.client is None or settings.servers is None:
         return LocalEngine(
             adapter,
             device=worker.device,
             dtype=dtype_of(worker.forward_dtype),
             batch_size=settings.batch_size,
-            real_latents=None if settings.latents is None else read_latents(settings.latents).latents,
+            real_latents=latents,
         )
     servers: list[Server] = [ExternalServer(url) for url in settings.servers.urls]
     for i, actor in enumerate(server_workers):  # the client is on the device of the first
         shared = "cuda" if i == 0 and worker.device == "cuda" else None
         servers.append(RemoteServer(actor, settings.servers.start_timeout, shared_device=shared))
-    return SGLangEngine(adapter, servers, settings.client)
+    return SGLangEngine(adapter, servers, settings.client, real_latents=latents)
 
 
 class RayEngineGroup:

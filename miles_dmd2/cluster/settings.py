@@ -53,7 +53,7 @@ class ServerSettings:
 class EngineSettings:
     """`eval_metrics`: module:function or file.py:function, None for none. `media_directory`: eval pictures.
 
-    `batch_size` and `latents` (file of real latents, None for backward simulation): of the local engine; `client` and
+    `latents`: file of real latents, None for backward simulation. `batch_size`: of the local engine; `client` and
     `servers`: of the SGLang engine, None for the local one.
     """
 

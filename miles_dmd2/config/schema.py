@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 
 from miles_dmd2.config.parts import VISUAL, parse_parts, written
 from miles_dmd2.config.section import Beta, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, Seed
-from miles_dmd2.config.sglang import SGLangSection, check_local, check_sglang, check_student
+from miles_dmd2.config.sglang import SGLangSection, check_local, check_sglang
 
 # Mean |x0 of the trainer - x0 of the engine| that a run may have, by dtype of the forwards: see docs/running.md.
 MAX_X0_DRIFT = {"fp32": 1e-3, "bf16": 0.05}
@@ -503,7 +503,6 @@ class Config(BaseModel):
                     f"--phase-timeout {phase:g}: must be more than --engine-request-timeout {wait:g}, or no request "
                     "can be made again; raise one or lower the other"
                 )
-            check_student(self.algorithm.dmd2_student_sample_type, self.algorithm.dmd2_student_input)
         return self
 
     def _check_retention(self) -> None:

@@ -81,6 +81,16 @@ def check_requests(requests: Sequence[RolloutRequest]) -> None:
         seen.add(request.sample_id)
 
 
+def check_real_latents(requests: Sequence[RolloutRequest], real_latents: Tensor | None) -> None:
+    """ValueError, naming the sample, for a row that the engine's real latents have not."""
+    count = 0 if real_latents is None else len(real_latents)
+    for request in requests:
+        if request.real_latent is not None and request.real_latent >= count:
+            raise ValueError(
+                f"request for sample {request.sample_id}: real_latent {request.real_latent}, this engine has {count}"
+            )
+
+
 def _problem(request: RolloutRequest) -> str | None:
     if not _is_int(request.sample_id) or request.sample_id < 0:
         return "sample_id must be an int >= 0"

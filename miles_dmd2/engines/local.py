@@ -14,6 +14,7 @@ from miles_dmd2.engines.base import (
     EngineError,
     RolloutEngine,
     check_probe,
+    check_real_latents,
     check_requests,
     check_samples,
     check_update,
@@ -133,7 +134,7 @@ class LocalEngine(RolloutEngine):
         if self._version is None:
             raise EngineError("no weights yet: push some with load_weights, or name a checkpoint_version")
         check_requests(requests)
-        self._check_real_latents(requests)
+        check_real_latents(requests, self._real_latents)
         conds = self._conditioning([request.prompt for request in requests])
         samples: dict[int, RolloutSample] = {}
         for indices in _batches(requests, self._batch_size):
@@ -187,15 +188,6 @@ class LocalEngine(RolloutEngine):
         rows = [request.real_latent for request in requests]
         assert self._real_latents is not None
         return self._real_latents[rows].to(self._device)
-
-    def _check_real_latents(self, requests: Sequence[RolloutRequest]) -> None:
-        count = 0 if self._real_latents is None else len(self._real_latents)
-        for request in requests:
-            if request.real_latent is not None and request.real_latent >= count:
-                raise ValueError(
-                    f"request for sample {request.sample_id}: real_latent {request.real_latent}, this engine has "
-                    f"{count}"
-                )
 
     def _hop_noise(self, requests: Sequence[RolloutRequest]) -> Tensor:
         """`[stop step, batch, *latent]`, each sample's from its own seed."""

@@ -49,7 +49,7 @@ from miles_dmd2.models.minimax_h3_weights import (
 from miles_dmd2.models.offload import own_storage
 from miles_dmd2.models.serving import ServingFormat
 from miles_dmd2.models.weights import mismatch, safetensors_shapes
-from miles_dmd2.types import Conditioning
+from miles_dmd2.types import Conditioning, SampleType
 
 STATES, ROWS = "encoder_hidden_states", "text_rows"
 AUDIO = "audio"
@@ -79,6 +79,7 @@ class MiniMaxH3Adapter(ModelAdapter):
     makes_clips: ClassVar[bool] = True
     embedded: ClassVar[bool] = False
     guidance_distilled: ClassVar[bool] = True
+    sample_types: ClassVar[tuple[SampleType, ...]] = ("ode",)  # SGLang hops the sound by Euler whatever the video does
     one_by_one: ClassVar[bool] = True
 
     def __init__(self, checkpoint: Path, height: int, width: int, num_frames: int = 1) -> None:

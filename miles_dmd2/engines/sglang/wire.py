@@ -48,7 +48,8 @@ class Ask:
 
     plugin: False for a stock server, which is asked for the whole rollout with its debug tensors. conditioning: whether
     the prompt's conditioning comes back. weights: digest of the weights that must have answered, None where the server
-    has been sent none. probe: run on this input instead.
+    has been sent none. probe: run on this input instead. start: begin with this latent in the place of the seed's
+    noise; stop step 0 only.
     """
 
     request: RolloutRequest
@@ -57,6 +58,7 @@ class Ask:
     plugin: bool = True
     conditioning: bool = False
     probe: Probe | None = None
+    start: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +93,6 @@ class Capabilities:
 # -- requests ------------------------------------------------------------------------------------------------
 
 
-def check_servable(requests: Sequence[RolloutRequest]) -> None:
-    """ValueError, naming the sample: a way to x_k that is not on the wire. What SGLang calls sde is another hop."""
-    for request in requests:
-        if request.sample_type != "ode" or request.real_latent is not None:
-            asked = f"sample_type {request.sample_type!r}, real_latent {request.real_latent}"
-            raise ValueError(f"request for sample {request.sample_id}: SGLang's server rolls out by ode, not {asked}")
-
-
 def rollout_body(ask: Ask, adapter: ModelAdapter) -> dict[str, object]:
     """JSON body of `POST /rollout/generate`. The grid goes without its terminal 0, rounded to fp32."""
     request, stop = ask.request, ask.request.stop_step
@@ -110,8 +104,10 @@ def rollout_body(ask: Ask, adapter: ModelAdapter) -> dict[str, object]:
         "num_inference_steps": len(request.sigmas) - 1,
         "num_outputs_per_prompt": 1,
         "rollout": True,
-        "rollout_sde_type": "ode",
-        "rollout_noise_level": 0.0,
+        # What SGLang calls sde is another hop. At noise level 1 its cps is x' = (1 - s') x0 + s' noise, from the draws
+        # of the sample's generator after its initial noise.
+        "rollout_sde_type": "cps" if request.sample_type == "sde" else "ode",
+        "rollout_noise_level": 1.0 if request.sample_type == "sde" else 0.0,
         "rollout_log_prob_no_const": True,
         "rollout_debug_mode": not ask.plugin,
         "rollout_return_denoising_env": ask.conditioning,
@@ -126,8 +122,10 @@ def rollout_body(ask: Ask, adapter: ModelAdapter) -> dict[str, object]:
         body["rollout_client_id"] = ask.client_id
         if ask.conditioning:
             body["rollout_conditioning"] = list(adapter.serving.conditioning_names)
-        if ask.probe is not None:
-            tensors = {name: value.contiguous() for name, value in adapter.serving.probe(ask.probe).items()}
+        given = {} if ask.start is None else {"x": ask.start}
+        given |= {} if ask.probe is None else adapter.serving.probe(ask.probe)
+        if given:
+            tensors = {name: value.contiguous() for name, value in given.items()}
             body["rollout_probe"] = base64.b64encode(save(tensors)).decode()
     return body
 
@@ -200,9 +198,12 @@ def _stopped(reply: dict[str, Any], ask: Ask, adapter: ModelAdapter) -> tuple[Te
     x_k, x0 = (
         _latent(latent, name, adapter) for latent, name in zip(_steps(trajectory, 2), ("x_k", "x0"), strict=True)
     )
-    start = adapter.spread(adapter.part_sigmas(grid[:1]))[0]
-    if ask.request.stop_step == 0 and not torch.equal(x_k, start * adapter.initial_noise(ask.request.seed)):
-        raise WireError("x_k of step 0 is not the noise of its seed at the first sigma")
+    if ask.start is not None and not torch.equal(x_k, ask.start):
+        raise WireError("x_k is not the latent that was sent")
+    if ask.start is None and ask.request.stop_step == 0:
+        first = adapter.spread(adapter.part_sigmas(grid[:1]))[0]
+        if not torch.equal(x_k, first * adapter.initial_noise(ask.request.seed)):
+            raise WireError("x_k of step 0 is not the noise of its seed at the first sigma")
     return x_k, x0
 
 
