@@ -45,7 +45,7 @@ from miles_dmd2.data.prompts import load_prompts
 from miles_dmd2.data.requests import TrainingRequests, eval_requests, explicit_grid, grid
 from miles_dmd2.evaluation import FixedEvaluation, NoEvaluation
 from miles_dmd2.models.registry import known_pipelines
-from miles_dmd2.observability import RunError, Sink, SinkGroup, logger
+from miles_dmd2.observability import RunError, SinkGroup, logger
 from miles_dmd2.run_directory import in_use
 from miles_dmd2.sinks.console import ConsoleSink
 from miles_dmd2.sinks.jsonl import JsonlSink
@@ -258,14 +258,14 @@ def evaluation(config: Config, retention: Retention) -> FixedEvaluation | NoEval
 def sinks(config: Config, start: int) -> SinkGroup:
     """The metrics file and the status always; a terminal's progress; wandb when asked for."""
     run = config.run
-    chosen: list[Sink] = [
+    chosen = SinkGroup(
         JsonlSink(run.run_dir / "metrics.jsonl", keep_below=start),
         StatusSink(run.run_dir / "status.json"),
         ConsoleSink(start, config.rollout.num_rollout),
-    ]
+    )
     if run.use_wandb:
-        chosen.append(WandbSink(run.wandb_project, run.wandb_mode, run.run_dir, options(config)))
-    return SinkGroup(*chosen)
+        chosen.start("wandb", lambda: WandbSink(run.wandb_project, run.wandb_mode, run.run_dir, options(config)))
+    return chosen
 
 
 def options(config: Config) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from miles_dmd2.config.clock import EVERY_ROLLOUT, StudentClock
-from miles_dmd2.observability import PhaseClock, Sink, logger
+from miles_dmd2.observability import PhaseClock, Sink, logger, throughput
 from miles_dmd2.stopping import StopRequest
 from miles_dmd2.types import (
     Engines,
@@ -76,9 +76,9 @@ def train(
                     if evaluation.due(rollout_id):
                         metrics |= _evaluate(evaluation, engines, weights, clock, rollout_id)
                     with clock(rollout_id, "generate"):
-                        learns = student_clock.due(rollout_id)
-                        batch = _generate(engines, source(rollout_id), rollout_id, weights, learns)
-                    metrics |= {f"rollout/{key}": value for key, value in engines.metrics().items()}
+                        learns, windows = student_clock.due(rollout_id), source(rollout_id)
+                        batch = _generate(engines, windows, rollout_id, weights, learns)
+                    metrics |= _counted(engines, windows)
                 with stop.deferred():
                     with done.one_more():
                         external: dict[str, tuple[Any, ...]] = {}
@@ -95,7 +95,9 @@ def train(
                         done.saved = True  # or failed to be: there is no second try
                         with clock(rollout_id, "save"):
                             checkpoints(done.rollouts, groups)
-                    sink.metrics(rollout_id, metrics | clock.take())
+                    seconds = clock.take()
+                    phases = ("sync", "generate", *(group.name for group in groups))
+                    sink.metrics(rollout_id, metrics | throughput(len(batch.sample_ids), seconds, phases) | seconds)
                     del batch, external, result  # the object store may drop them before the next rollout is generated
             if evaluation.due(rollouts.stop):
                 with awake(engines):
@@ -190,6 +192,14 @@ def _generate(
     if batch.sample_ids != wanted:
         raise ValueError(f"rollout {rollout_id}: engines returned samples {batch.sample_ids}, asked for {wanted}")
     return batch
+
+
+def _counted(engines: Engines, windows: Sequence[Sequence[RolloutRequest]]) -> dict[str, float]:
+    """What the engines say of this rollout, their forwards also less those that its requests ask for."""
+    counts = {f"rollout/{key}": value for key, value in engines.metrics().items()}
+    requests = [request for window in windows for request in window]
+    planned = sum(1 if request.real_latent is not None else request.stop_step + 1 for request in requests)
+    return counts | {"rollout/forwards_over_plan": counts["rollout/forwards"] - planned}
 
 
 def _prefixed(name: str, result: TrainResult) -> dict[str, float]:

@@ -185,7 +185,7 @@ class RolloutSection(Section):
     rollout_batch_size: PositiveInt = Field(description="prompts per rollout")
     n_samples_per_prompt: PositiveInt = Field(1, description="samples per prompt")
     global_batch_size: PositiveInt | None = Field(
-        None, description="samples per rollout; must equal rollout-batch-size x n-samples-per-prompt (default: it)"
+        None, description="samples per rollout; must equal rollout-batch-size x n-samples-per-prompt (default: that)"
     )
     diffusion_num_steps: Annotated[int, Field(gt=0, le=LARGEST_GRID)] | None = Field(
         None, description="student steps N (default: 4, or as many as --diffusion-sigmas has)"

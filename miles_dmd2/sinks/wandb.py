@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ class WandbSink:
             raise ValueError("--use-wandb needs the wandb package: pip install 'miles-dmd2[wandb]'") from error
         kept = run_dir / "wandb_id"  # a resumed run goes on in the same wandb run
         if not kept.exists():
-            kept.write_text(wandb.util.generate_id())
+            kept.write_text(secrets.token_hex(4))
         self._run = wandb.init(
             project=project,
             mode=mode,

@@ -13,9 +13,10 @@ import pytest
 import torch
 from run_commands import SECRET, Finished, children, command, environment, wait_for
 
+from miles_dmd2.observability.declared import without_machine
+
 pytestmark = pytest.mark.ray
 
-CLOCKS = ("time/",)
 Run = Callable[..., Finished]
 
 
@@ -25,7 +26,7 @@ def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 
 
 def without_clocks(rows: list[dict[str, float]]) -> list[dict[str, float]]:
-    return [{key: value for key, value in row.items() if not key.startswith(CLOCKS)} for row in rows]
+    return [without_machine(row) for row in rows]
 
 
 def test_a_run_trains_and_reports(base: Finished, workspace: Path) -> None:
