@@ -9,6 +9,7 @@ import platform
 import shlex
 import shutil
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,7 +40,9 @@ from miles_dmd2.config import (
     render_plan,
     student_clock,
 )
-from miles_dmd2.config.environment import check_environment
+from miles_dmd2.config.environment import check_environment, host_bytes
+from miles_dmd2.config.headers import read_components
+from miles_dmd2.config.memory import GB, Limits, build_memory, check_memory, render_memory
 from miles_dmd2.data.latents import check_latents, read_latents
 from miles_dmd2.data.prompts import load_prompts
 from miles_dmd2.data.requests import TrainingRequests, eval_requests, explicit_grid, grid
@@ -71,9 +74,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             config, trainers = parsed.config, parsed.trainers
             continued, notes = check(config, trainers)
             plan = build_plan(config, trainers, notes)
+            limits = _limits(config)
+            memory = build_memory(config, trainers, read_components(config.model.hf_checkpoint))
             if parsed.dry_run:
-                print(plan_yaml(config, plan), end="")
+                table = textwrap.indent(render_memory(memory, limits), "# ")
+                print(f"{plan_yaml(config, plan, memory)}\n{table}", flush=True)
+                check_memory(memory, limits)
                 return 0
+            check_memory(memory, limits)
             print(render_plan(plan), flush=True)
             for note in continued.notes if continued else ():
                 print(f"  note: {note}", flush=True)
@@ -314,6 +322,19 @@ def _cuda_devices(config: Config) -> int:
     import torch
 
     return torch.cuda.device_count()
+
+
+def _limits(config: Config) -> Limits:
+    """Bytes of a device and a host: as declared, or this machine's if the run's processes are started on it."""
+    cluster = config.cluster
+    here = cluster.ray_address is None
+    device = cluster.gpu_memory_gb and cluster.gpu_memory_gb * GB
+    host = cluster.host_memory_gb and cluster.host_memory_gb * GB
+    if device is None and here and cluster.device == "cuda":
+        import torch
+
+        device = float(torch.cuda.get_device_properties(0).total_memory)
+    return Limits(device, float(host_bytes()) if host is None and here else host)
 
 
 def _check_canvas(config: Config, prompts: Sequence[str]) -> ModelAdapter:

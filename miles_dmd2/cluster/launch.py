@@ -12,6 +12,7 @@ from pathlib import Path
 from miles_dmd2.checkpointing import Manifest
 from miles_dmd2.cluster.engine_group import RayEngineGroup
 from miles_dmd2.cluster.placement import place
+from miles_dmd2.cluster.preflight import preflight
 from miles_dmd2.cluster.runtime import ray_session
 from miles_dmd2.cluster.server_worker import ServerGroup
 from miles_dmd2.cluster.settings import EngineSettings, SavedState, ServerSettings, TrainerJob, WorkerSettings
@@ -38,6 +39,8 @@ def launch(
         timeouts = (config.start_timeout, cluster.phase_timeout)
         with ExitStack() as stack:
             stack.callback(placement.release)
+            if cluster.ray_address is not None:  # on a host of its own the driver has checked all of it
+                preflight(config, trainers, placement, config.start_timeout)
             settings = engine_settings(config, worker)
             servers = ServerGroup.start(config.num_engines, settings, placement)
             stack.callback(servers.dispose)
@@ -139,6 +142,8 @@ def trainer_job(config: Config, spec: TrainerSpec, worker: WorkerSettings) -> Tr
     return TrainerJob(
         worker=worker,
         spec=replace(spec, checkpoint=spec.checkpoint.resolve()),
+        ranks_per_node=config.cluster.actor_num_gpus_per_node,
+        load_at_once=config.cluster.load_ranks_at_once or config.cluster.actor_num_gpus_per_node,
         seed=config.run.seed,
         num_steps=config.num_steps,
         critic_loss_space=algorithm.dmd2_critic_loss_space,

@@ -19,6 +19,8 @@ from miles_dmd2.cluster.settings import WorkerSettings
 from miles_dmd2.models.base import ModelAdapter
 from miles_dmd2.models.registry import build_adapter
 
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
 
 def set_up(name: str, settings: WorkerSettings) -> ModelAdapter:
     """Threads, log file, offline hub; returns the run's model adapter.
@@ -27,6 +29,8 @@ def set_up(name: str, settings: WorkerSettings) -> ModelAdapter:
     """
     if settings.driver_pid is not None:
         end_with(settings.driver_pid)
+    if settings.device == "cuda":
+        exact_pinned_memory()
     torch.set_num_threads(settings.threads)
     sys.path.extend(entry for entry in settings.python_path if entry not in sys.path)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -41,6 +45,16 @@ def set_up(name: str, settings: WorkerSettings) -> ModelAdapter:
     logger.setLevel(logging.INFO)
     logger.info("pid %d, torch %s, %d threads", os.getpid(), torch.__version__, settings.threads)
     return build_adapter(settings.checkpoint, settings.height, settings.width, settings.num_frames, settings.seconds)
+
+
+def exact_pinned_memory() -> None:
+    """torch rounds each block of pinned memory up to a power of two (2.13 and 2.14): up to twice as much.
+    From here on only small ones, in this process and the server that it starts. A user's own setting stays.
+
+    Before the first use of the allocator, which reads the variable once.
+    """
+    if not any(os.environ.get(name) for name in _ALLOCATOR_VARIABLES):
+        os.environ[_ALLOCATOR_VARIABLES[0]] = "pinned_max_round_threshold_mb:1"
 
 
 def end_with(pid: int) -> None:

@@ -75,6 +75,8 @@ class TrainerJob:
 
     worker: WorkerSettings
     spec: TrainerSpec
+    ranks_per_node: int
+    load_at_once: int  # ranks of a node
     seed: int
     num_steps: int
     critic_loss_space: Literal["velocity", "x0", "eps"]

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from miles_dmd2.config.clock import StudentClock
+from miles_dmd2.config.memory import MemoryPlan, memory_tree
 from miles_dmd2.config.options import OPTIONS, flatten
 from miles_dmd2.config.schema import Config
 from miles_dmd2.config.sglang import SHARED_MEMORY
@@ -294,17 +295,19 @@ def _evals(plan: Plan) -> str:
     )
 
 
-def plan_yaml(config: Config, plan: Plan) -> str:
-    """The resolved options, by section, and the plan under `plan`: one YAML document that --config reads back."""
+def plan_yaml(config: Config, plan: Plan, memory: MemoryPlan | None = None) -> str:
+    """The resolved options, by section, and the plan under `plan`: one YAML document that --config reads back.
+
+    `memory`: what each node runs and holds, in the plan under `nodes`.
+    """
     flat = flatten(config.resolved())
     parts = []
     for section in dict.fromkeys(option.section for option in OPTIONS.values()):
         options = [option for option in OPTIONS.values() if option.section == section]
         body = {option.name.replace("_", "-"): flat[option.name] for option in options}
         parts.append(f"# {options[0].title}\n{_dump(body)}")
-    parts.append(
-        f"# Derived from the options above; --config does not read it\n{_dump({'plan': _plain(asdict(plan))})}"
-    )
+    derived = _plain(asdict(plan)) | ({} if memory is None else {"nodes": memory_tree(memory)})
+    parts.append(f"# Derived from the options above; --config does not read it\n{_dump({'plan': derived})}")
     return "\n".join(parts)
 
 

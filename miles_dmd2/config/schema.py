@@ -293,6 +293,16 @@ class ClusterSection(Section):
     colocate: bool = Field(True, description="trainer groups and engines share the same devices and take turns")
     ray_address: str | None = Field(None, description="a running cluster, or `auto` (default: start one for this run)")
     cpu_threads: PositiveInt | None = Field(None, description="torch threads per worker (default: cores / ranks)")
+    gpu_memory_gb: PositiveFloat | None = Field(
+        None, description="memory of one GPU in 10^9 bytes, for the memory plan (default: this machine's; none on cpu)"
+    )
+    host_memory_gb: PositiveFloat | None = Field(
+        None, description="memory of one host, for the memory plan (default: this machine's; none with --ray-address)"
+    )
+    load_ranks_at_once: PositiveInt | None = Field(
+        None,
+        description="ranks of a node that load at a time, each with whole fp32 networks on the host (default: all)",
+    )
     start_timeout: PositiveFloat | None = Field(
         None, description="seconds for processes to come up (default: 180, with SGLang servers 600)"
     )

@@ -165,7 +165,7 @@ def test_two_ranks_and_two_engines_give_the_same_student(run: Run, workspace: Pa
         "- {name: actor, role: actor, args: {lr: 2.0e-4, num_gpus: 1}}\n"
     )
     one = run("one rank", adam_eps=1e-2)
-    both = run("two ranks", adam_eps=1e-2, actor_num_gpus_per_node=2, rollout_num_engines=2)
+    both = run("two ranks", adam_eps=1e-2, actor_num_gpus_per_node=2, rollout_num_engines=2, load_ranks_at_once=1)
     uneven = run("uneven", adam_eps=1e-2, actor_num_gpus_per_node=2, trainer_config=trainers)
     assert one.code == 0, one.err
     for other in (both, uneven):
