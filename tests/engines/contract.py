@@ -85,6 +85,10 @@ class Harness:
         with torch.no_grad():
             return self.adapter.velocity(self.student(step), x, torch.full((len(samples),), sigma), cond)
 
+    def level(self, sigma: float) -> Tensor:
+        """The noise level of each value of a latent: of several parts the picture's is sigma."""
+        return self.adapter.spread(self.adapter.part_sigmas(torch.tensor([sigma])))[0]
+
     def close_to(self, a: Tensor, b: Tensor) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=0 if self.exact else self.same)
 
@@ -207,9 +211,9 @@ class EngineContract:
         grid = tuple(torch.tensor([0.999, 0.0]).tolist())
         (request,) = harness.requests(0)
         (sample,) = harness.engine.generate([dataclasses.replace(request, sigmas=grid)])
-        assert torch.equal(sample.x_k, torch.tensor(0.999) * harness.adapter.initial_noise(request.seed))
+        assert torch.equal(sample.x_k, harness.level(0.999) * harness.adapter.initial_noise(request.seed))
         velocity = harness.velocity(0, [sample], sample.x_k.unsqueeze(0), grid[0])
-        harness.close_to(sample.x0, sample.x_k - torch.tensor(0.999) * velocity[0])
+        harness.close_to(sample.x0, sample.x_k - harness.level(0.999) * velocity[0])
 
     def test_seed_decides_the_noise_and_the_prompt_the_rest(self, harness: Harness) -> None:
         (request,) = harness.requests(0)
@@ -227,18 +231,17 @@ class EngineContract:
         """By hand, with the reference: x_k and x0 of stop step k for the same batch."""
         rows = [harness.engine.generate(harness.requests(stop, stop, stop)) for stop in range(4)]
         x = stacked(rows[0], "x_k")
-        sigmas = torch.tensor(GRID)
         for k, samples in enumerate(rows):
             harness.close_to(stacked(samples, "x_k"), x)
             velocity = harness.velocity(0, samples, x, GRID[k])
-            harness.close_to(stacked(samples, "x0"), x - sigmas[k] * velocity)
-            x = x + (sigmas[k + 1] - sigmas[k]) * velocity
+            harness.close_to(stacked(samples, "x0"), x - harness.level(GRID[k]) * velocity)
+            x = x + (harness.level(GRID[k + 1]) - harness.level(GRID[k])) * velocity
 
     def test_the_last_stop_step_is_the_whole_sampler(self, harness: Harness) -> None:
         """x0 of step N - 1 is where the Euler step to sigma 0 lands."""
         samples = harness.engine.generate(harness.requests(3, 3))
         x = stacked(samples, "x_k")
-        landed = x - GRID[3] * harness.velocity(0, samples, x, GRID[3])
+        landed = x - harness.level(GRID[3]) * harness.velocity(0, samples, x, GRID[3])
         torch.testing.assert_close(stacked(samples, "x0"), landed, rtol=0, atol=harness.same)
 
     def test_sde_hops_are_noised_afresh_from_the_samples_own_seed(self, harness: Harness) -> None:
@@ -314,7 +317,7 @@ class EngineContract:
         x_k = stacked(samples, "x_k")
         module = copy.deepcopy(harness.reference).requires_grad_(True)
         cond = harness.adapter.collate([sample.cond for sample in samples])
-        x0 = x_k - GRID[2] * harness.adapter.velocity(module, x_k, torch.full((2,), GRID[2]), cond)
+        x0 = x_k - harness.level(GRID[2]) * harness.adapter.velocity(module, x_k, torch.full((2,), GRID[2]), cond)
         torch.testing.assert_close(x0, stacked(samples, "x0"), rtol=0, atol=harness.same)
         x0.square().sum().backward()
         assert any(p.grad is not None and bool(p.grad.any()) for p in module.parameters())
@@ -340,7 +343,9 @@ class EngineContract:
             assert all(torch.equal(sample.cond[key], record[key]) for key in record)
             with_record = dataclasses.replace(sample, cond=record)
             velocity = harness.velocity(0, [with_record], sample.x_k.unsqueeze(0), GRID[0])
-            torch.testing.assert_close(sample.x0, sample.x_k - GRID[0] * velocity[0], rtol=0, atol=harness.same)
+            torch.testing.assert_close(
+                sample.x0, sample.x_k - harness.level(GRID[0]) * velocity[0], rtol=0, atol=harness.same
+            )
 
     def test_no_prompts_no_conditioning(self, harness: Harness) -> None:
         assert harness.engine.conditioning([]) == []
@@ -406,7 +411,7 @@ class EngineContract:
         assert {sample.weight_version for sample in new} == {WeightVersion(1, "ema")}
         assert (stacked(new, "x0") - stacked(old, "x0")).abs().max() > 1e-3
         x_k = stacked(new, "x_k")
-        harness.close_to(stacked(new, "x0"), x_k - torch.tensor(GRID)[2] * harness.velocity(1, new, x_k, GRID[2]))
+        harness.close_to(stacked(new, "x0"), x_k - harness.level(GRID[2]) * harness.velocity(1, new, x_k, GRID[2]))
         harness.load(0)
         assert all_equal(harness.engine.generate(harness.requests(2, 2)), old)
 
