@@ -206,15 +206,18 @@ def _only(conditioning: dict[str, Any], names: list[str]) -> dict[str, Any]:
     return {name: conditioning[name] for name in names}
 
 
-def skip_decode(original: Callable[..., Any], self: Any, batch: Any, server_args: Any) -> Any:
-    """AROUND `DecodingStage.forward`: no picture where none was asked for.
+def decode_as_asked(original: Callable[..., Any], self: Any, batch: Any, server_args: Any) -> Any:
+    """AROUND `DecodingStage.forward`: no picture where none was asked for, and uint8 where that was.
 
     The HTTP process takes the batch size from the output and each sample's picture from its elements: an array of
     objects has both, and None becomes null.
     """
     state = ours(batch)
     if state is None or state.options.get("rollout_return_generated_output", True):
-        return original(self, batch, server_args)
+        result = original(self, batch, server_args)
+        if state is not None and state.options.get("rollout_video_dtype") == "uint8":
+            result.output = _eight_bit(result.output)
+        return result
     from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import OutputBatch
 
     return OutputBatch(
@@ -223,6 +226,13 @@ def skip_decode(original: Callable[..., Any], self: Any, batch: Any, server_args
         metrics=batch.metrics,
         usage=batch.usage,
     )
+
+
+def _eight_bit(output: Any) -> Any:
+    """Pixels in [0, 1] -> the nearest of 256 values; what is none stays, for the client to refuse."""
+    if not isinstance(output, Tensor) or not output.is_floating_point():
+        return output
+    return (output.float().clamp(0, 1) * 255).round().to(torch.uint8)
 
 
 def move_modules(original: Callable[..., Any], self: Any, names: list[str], device: str) -> None:
@@ -318,7 +328,7 @@ HOOKS: dict[str, tuple[Callable[..., Any], HookType]] = {
     _DENOISING + "_predict_noise": (count_forward, HookType.AROUND),
     _ROLLOUT + "flow_rollout_controller.FlowRolloutController.transition": (exact_transition, HookType.AROUND),
     _ROLLOUT + "rollout_hooks.finalize_rollout_if_enabled": (finalize, HookType.AROUND),
-    _STAGES + "decoding.DecodingStage.forward": (skip_decode, HookType.AROUND),
+    _STAGES + "decoding.DecodingStage.forward": (decode_as_asked, HookType.AROUND),
     _MEMORY + "_move_modules": (move_modules, HookType.AROUND),
     _MEMORY + "_clear_torch_device_cache": (clear_cache, HookType.AROUND),
     _UPDATER + "_load_weights_into_module": (weights.guard, HookType.AROUND),
