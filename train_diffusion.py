@@ -27,6 +27,7 @@ from miles_dmd2.checkpointing import (
     sweep,
 )
 from miles_dmd2.checkpointing.manifest import schedule_facts
+from miles_dmd2.cli.rollout_only import check_reward_and_reference, rollout_only
 from miles_dmd2.config import (
     Config,
     ConfigError,
@@ -44,6 +45,7 @@ from miles_dmd2.config.environment import check_environment, host_bytes
 from miles_dmd2.config.headers import read_components
 from miles_dmd2.config.memory import GB, Limits, build_memory, check_memory, render_memory
 from miles_dmd2.data.latents import check_latents, read_latents
+from miles_dmd2.data.metadata import unscored_prompts
 from miles_dmd2.data.prompts import load_prompts
 from miles_dmd2.data.requests import TrainingRequests, eval_requests, explicit_grid, grid
 from miles_dmd2.evaluation import FixedEvaluation, NoEvaluation
@@ -104,10 +106,14 @@ def check(config: Config, trainers: Sequence[TrainerSpec]) -> tuple[Continued | 
         if spec.checkpoint != config.model.hf_checkpoint:
             checks.check_checkpoint(spec.checkpoint, known, flag=f"trainer {spec.name}: hf-checkpoint")
     prompts = load_prompts(config.rollout.prompt_data)
+    unscored_prompts(config.rollout.prompt_data)
     if config.evaluation.eval_prompt_data is not None:
         load_prompts(config.evaluation.eval_prompt_data, flag="--eval-prompt-data")
+        unscored_prompts(config.evaluation.eval_prompt_data, flag="--eval-prompt-data")
     checks.check_run_dir(config)
+    checks.check_eval_media(config)
     checks.check_packages(config)
+    check_reward_and_reference(config)
     if config.cluster.ray_address is None:
         checks.check_devices(config, len(os.sched_getaffinity(0)), _cuda_devices(config))
     adapter = _check_canvas(config, prompts)
@@ -155,7 +161,12 @@ def run(
     try:
         held = in_use([("--run-dir", run_dir), ("--save", config.save_dir)])
         with held, _log_file(run_dir / "logs" / "driver.log"):
-            train_and_export(config, trainers, plan, manifest, arguments, stop)
+            if config.rollout.debug_rollout_only is not None:
+                write_json(run_dir / "run.json", {"options": options(config), "arguments": list(arguments)})
+                source, eval_set = training_requests(config, trainers, plan), evaluation(config, None)
+                missing = rollout_only(config, source, eval_set, lambda: sinks(config, 0))
+            else:
+                missing = train_and_export(config, trainers, plan, manifest, arguments, stop)
     except KeyboardInterrupt:
         print(f"\nstopped. {how_to_go_on(config, arguments)}", file=sys.stderr)
         return INTERRUPTED
@@ -166,8 +177,11 @@ def run(
         print(f"\nerror: {error} (details: {run_dir / 'logs'})\n{how_to_go_on(config, arguments)}", file=sys.stderr)
         return FAILED
     best = "ema" if config.keeps_ema else "raw"
-    print(f"done: the student is {run_dir}/student_{best}, its figures are in {run_dir}/summary.json")
-    return 0
+    student = f"the student is {run_dir}/student_{best}, its figures are in {run_dir}/summary.json"
+    print(f"done: {student if config.rollout.debug_rollout_only is None else 'nothing was trained'}")
+    for failure in missing:  # nothing else is wrong with the run
+        print(f"error: {failure} (details: {run_dir / 'logs'})", file=sys.stderr)
+    return FAILED if missing else 0
 
 
 def train_and_export(
@@ -177,7 +191,8 @@ def train_and_export(
     manifest: Manifest | None,
     arguments: Sequence[str],
     stop: StopRequest,
-) -> None:
+) -> list[str]:
+    """Returns a line for each eval whose files are not complete."""
     from miles_dmd2.cluster.launch import launch
     from miles_dmd2.cluster.runtime import fetch
     from miles_dmd2.driver import train
@@ -216,6 +231,7 @@ def train_and_export(
             shutil.rmtree(directory, ignore_errors=True)  # of the run that this one continues
             adapter.export_pipeline(tensors, student_sampling(config), directory)
     write_json(run_dir / "summary.json", summary(run_dir / "metrics.jsonl", config, trainers, plan))
+    return engines.media_failures
 
 
 def training_requests(config: Config, trainers: Sequence[TrainerSpec], plan: Plan) -> TrainingRequests:
@@ -231,6 +247,9 @@ def training_requests(config: Config, trainers: Sequence[TrainerSpec], plan: Pla
         sample_type=config.algorithm.dmd2_student_sample_type,
         clock=student_clock(config, trainers),
         real_latents=None if latents is None else read_latents(latents).rows(),
+        scored=config.rollout.custom_rm_path is not None,
+        unscored=unscored_prompts(config.rollout.prompt_data),
+        video_dtype=config.rollout.rollout_video_dtype,
     )
 
 
@@ -247,7 +266,7 @@ def student_sampling(config: Config) -> StudentSampling:
     return StudentSampling(student_grid(config), shift, config.algorithm.dmd2_student_sample_type)
 
 
-def evaluation(config: Config, retention: Retention) -> FixedEvaluation | NoEvaluation:
+def evaluation(config: Config, retention: Retention | None) -> FixedEvaluation | NoEvaluation:
     section = config.evaluation
     if section.eval_prompt_data is None:
         return NoEvaluation()
@@ -257,10 +276,12 @@ def evaluation(config: Config, retention: Retention) -> FixedEvaluation | NoEval
         student_grid(config),
         config.rollout_seed,
         config.algorithm.dmd2_student_sample_type,
+        scored=config.rollout.custom_rm_path is not None,
+        unscored=unscored_prompts(section.eval_prompt_data, "--eval-prompt-data"),
+        video_dtype=config.rollout.rollout_video_dtype,
     )
-    return FixedEvaluation(
-        requests, interval=config.eval_every, last=config.rollout.num_rollout, watch=retention.evaluated
-    )
+    watch = None if retention is None else retention.evaluated
+    return FixedEvaluation(requests, interval=config.eval_every, last=config.rollout.num_rollout, watch=watch)
 
 
 def sinks(config: Config, start: int) -> SinkGroup:
@@ -272,7 +293,9 @@ def sinks(config: Config, start: int) -> SinkGroup:
         ConsoleSink(start, config.rollout.num_rollout),
     )
     if run.use_wandb:
-        chosen.start("wandb", lambda: WandbSink(run.wandb_project, run.wandb_mode, run.run_dir, options(config)))
+        media, shown = config.eval_media[0], run.wandb_log_num_images
+        project, mode = run.wandb_project, run.wandb_mode
+        chosen.start("wandb", lambda: WandbSink(project, mode, run.run_dir, options(config), media, shown, start))
     return chosen
 
 

@@ -18,6 +18,7 @@ from miles_dmd2.types import (
     TrainResult,
     WeightKind,
     WeightUpdate,
+    WeightVersion,
 )
 
 Weights = Mapping[WeightKind, WeightUpdate]
@@ -77,7 +78,7 @@ def train(
                         metrics |= _evaluate(evaluation, engines, weights, clock, rollout_id)
                     with clock(rollout_id, "generate"):
                         learns, windows = student_clock.due(rollout_id), source(rollout_id)
-                        batch = _generate(engines, windows, rollout_id, weights, learns)
+                        batch = _generate(engines, windows, rollout_id, weights["raw"].version, learns)
                     metrics |= _counted(engines, windows)
                 with stop.deferred():
                     with done.one_more():
@@ -105,6 +106,33 @@ def train(
                     metrics |= _evaluate(evaluation, engines, weights, clock, rollouts.stop)
                 sink.metrics(rollouts.stop, metrics | clock.take())
     return weights
+
+
+def rollouts_only(rollouts: range, source: RequestSource, engines: Engines, sink: Sink) -> None:
+    """Generate `rollouts` with the weights that the engines hold, train nothing, and leave nothing running."""
+    clock = PhaseClock(sink)
+    with _disposed(engines, sink), awake(engines):
+        for rollout_id in rollouts:
+            with clock(rollout_id, "generate"):
+                _generate(engines, source(rollout_id), rollout_id, WeightVersion(0), student_step=False)
+            metrics = {f"rollout/{key}": value for key, value in engines.metrics().items()}
+            sink.metrics(rollout_id, metrics | clock.take())
+
+
+def eval_only(evaluation: Evaluation, engines: Engines, sink: Sink) -> None:
+    """Evaluate the weights that the engines hold, once, as rollout 0; returns when the last file is written."""
+    clock = PhaseClock(sink)
+    with _disposed(engines, sink), awake(engines):
+        metrics = _evaluate(evaluation, engines, {}, clock, 0)
+        sink.metrics(0, metrics | clock.take())
+
+
+@contextmanager
+def _disposed(engines: Engines, sink: Sink) -> Iterator[None]:
+    with ExitStack() as stack:
+        stack.callback(sink.close)
+        stack.callback(engines.dispose)
+        yield
 
 
 class awake:
@@ -184,10 +212,10 @@ def _generate(
     engines: Engines,
     windows: Sequence[Sequence[RolloutRequest]],
     rollout_id: int,
-    weights: Weights,
+    version: WeightVersion,
     student_step: bool,
 ) -> RolloutBatch:
-    batch = RolloutBatch(rollout_id, weights["raw"].version, engines.generate(windows), student_step)
+    batch = RolloutBatch(rollout_id, version, engines.generate(windows), student_step)
     wanted = tuple(request.sample_id for window in windows for request in window)
     if batch.sample_ids != wanted:
         raise ValueError(f"rollout {rollout_id}: engines returned samples {batch.sample_ids}, asked for {wanted}")
@@ -206,4 +234,4 @@ def _prefixed(name: str, result: TrainResult) -> dict[str, float]:
     return {f"{name}/{key}": value for key, value in result.metrics.items()}
 
 
-__all__ = ["Checkpoints", "Evaluation", "RequestSource", "awake", "train"]
+__all__ = ["Checkpoints", "Evaluation", "RequestSource", "awake", "eval_only", "rollouts_only", "train"]

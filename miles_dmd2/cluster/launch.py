@@ -18,7 +18,9 @@ from miles_dmd2.cluster.server_worker import ServerGroup
 from miles_dmd2.cluster.settings import EngineSettings, SavedState, ServerSettings, TrainerJob, WorkerSettings
 from miles_dmd2.cluster.trainer_group import RayTrainerGroup
 from miles_dmd2.config import Config, TrainerSpec
+from miles_dmd2.config.functions import absolute
 from miles_dmd2.engines.sglang.pool import SGLangSettings
+from miles_dmd2.media.store import KeptMedia
 from miles_dmd2.types import Conditioning
 
 
@@ -26,7 +28,8 @@ from miles_dmd2.types import Conditioning
 def launch(
     config: Config, trainers: Sequence[TrainerSpec], manifest: Manifest | None
 ) -> Iterator[tuple[RayEngineGroup, list[RayTrainerGroup]]]:
-    """Ray, placement, actors; everyone ready and asleep. `manifest` is the checkpoint to continue from.
+    """Ray, placement, actors; everyone ready and asleep. `manifest` is the checkpoint to continue from. Without
+    trainers the engines serve the checkpoint's own weights.
 
     On exit, also by an exception, every process of the run is gone.
     """
@@ -53,7 +56,7 @@ def launch(
                 groups.append(group)
             servers.build()
             engines.build()  # one after the other, each asleep before the next: they share a device
-            uncond = unconditional(engines, config)
+            uncond = unconditional(engines, config) if groups else None
             for group in groups:
                 group.build(saved_state(manifest, group), uncond)
             yield engines, groups
@@ -92,12 +95,21 @@ def engine_settings(config: Config, worker: WorkerSettings) -> EngineSettings:
     return EngineSettings(
         worker=worker,
         batch_size=config.rollout.rollout_engine_batch_size,
-        eval_metrics=_absolute(config.evaluation.eval_metrics_path),
+        eval_metrics=absolute(config.evaluation.eval_metrics_path),
         media_directory=(config.run.run_dir / "eval").resolve(),
         client=client_settings(config) if sglang else None,
         servers=server_settings(config) if sglang else None,
         latents=config.algorithm.dmd2_latents.resolve() if config.algorithm.dmd2_latents else None,
+        reward=absolute(config.rollout.custom_rm_path),
+        kept_media=kept_media(config),
+        own_weights=config.rollout.debug_rollout_only is not None,
     )
+
+
+def kept_media(config: Config) -> KeptMedia | None:
+    """Where eval samples go as files; None: nowhere."""
+    directory, limit = config.eval_media
+    return None if directory is None else KeptMedia(directory.resolve(), config.playback_fps, limit)
 
 
 def client_settings(config: Config) -> SGLangSettings:
@@ -127,14 +139,6 @@ def server_settings(config: Config) -> ServerSettings:
         start_timeout=config.start_timeout,
         beside_client=cluster.actor_num_gpus_per_node,
     )
-
-
-def _absolute(function: str | None) -> str | None:
-    """`file.py:function` with the file's full path: workers run elsewhere."""
-    if function is None or not function.rpartition(":")[0].endswith(".py"):
-        return function
-    file, _, name = function.rpartition(":")
-    return f"{Path(file).resolve()}:{name}"
 
 
 def trainer_job(config: Config, spec: TrainerSpec, worker: WorkerSettings) -> TrainerJob:

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import logging
 import os
 import select
 import sys
 import threading
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -77,25 +72,3 @@ def end_with(pid: int) -> None:
 
 def dtype_of(name: str) -> torch.dtype:
     return {"fp32": torch.float32, "bf16": torch.bfloat16}[name]
-
-
-def load_function(path: str) -> Callable[..., Any]:
-    """`package.module:function` or `some/file.py:function`. ValueError that names what is missing."""
-    location, _, name = path.rpartition(":")
-    if not location or not name:
-        raise ValueError(f"{path!r} is not of the form module:function or file.py:function")
-    if location.endswith(".py"):
-        file = Path(location)
-        if not file.is_file():
-            raise ValueError(f"{path!r}: there is no file {location}")
-        spec = importlib.util.spec_from_file_location(file.stem, file)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    else:
-        module = importlib.import_module(location)
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise ValueError(f"{path!r}: {location} has no function {name}")
-    return function  # type: ignore[no-any-return]

@@ -9,6 +9,7 @@ from typing import Literal
 
 from miles_dmd2.config import TrainerSpec
 from miles_dmd2.engines.sglang.pool import SGLangSettings
+from miles_dmd2.media.store import KeptMedia
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,8 @@ class ServerSettings:
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """`eval_metrics`: module:function or file.py:function, None for none. `media_directory`: eval pictures.
+    """`eval_metrics`, `reward`: module:function or file.py:function, None for none. `media_directory`: contact sheets
+    of evals; `kept_media`: where single samples go, if anywhere. `own_weights`: serve the checkpoint's without a push.
 
     `latents`: file of real latents, None for backward simulation. `batch_size`: of the local engine; `client` and
     `servers`: of the SGLang engine, None for the local one.
@@ -64,6 +66,9 @@ class EngineSettings:
     client: SGLangSettings | None = None
     servers: ServerSettings | None = None
     latents: Path | None = None
+    reward: str | None = None
+    kept_media: KeptMedia | None = None
+    own_weights: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,6 +106,20 @@ def check_writable(path: Path, flag: str) -> None:
         raise ConfigError(f"{flag} {show(path)}: {show(there)} is not writable; give another directory")
 
 
+def check_eval_media(config: Config) -> None:
+    """The directory for eval samples can be written, and holds no other run's: files of one name would be replaced."""
+    directory = config.evaluation.save_eval_media_dir
+    if directory is None:
+        return
+    check_writable(directory, "--save-eval-media-dir")
+    held = next(iter(sorted(directory.glob("eval_*/index.jsonl"))), None)
+    if held is not None and config.run.load is None:
+        raise ConfigError(
+            f"--save-eval-media-dir {show(directory)}: holds the samples of another run ({held.parent.name}); give a "
+            "directory of its own, files to compare have the same names in both"
+        )
+
+
 def check_devices(config: Config, cpu_count: int, cuda_count: int) -> None:
     """For a run that starts its own Ray on this machine: no more ranks than devices. On cpu a device is a core."""
     cluster = config.cluster
@@ -129,12 +143,15 @@ def check_packages(config: Config) -> None:
     """What an option needs beyond the project's own dependencies is installed."""
     if config.run.use_wandb and importlib.util.find_spec("wandb") is None:
         raise ConfigError("--use-wandb: the package wandb is not installed; pip install wandb, or leave it out")
-    source = (config.evaluation.eval_metrics_path or "").rpartition(":")[0]
-    if source.endswith(".py") and not Path(source).is_file():
-        raise ConfigError(
-            f"--eval-metrics-path {config.evaluation.eval_metrics_path}: no such file {show(source)}; give "
-            "module:function or file.py:function"
-        )
+    for flag, function in (
+        ("--eval-metrics-path", config.evaluation.eval_metrics_path),
+        ("--custom-rm-path", config.rollout.custom_rm_path),
+    ):
+        source = (function or "").rpartition(":")[0]
+        if source.endswith(".py") and not Path(source).is_file():
+            raise ConfigError(
+                f"{flag} {function}: no such file {show(source)}; give module:function or file.py:function"
+            )
 
 
 def _is_part(name: str, value: object) -> bool:

@@ -241,6 +241,12 @@ def _notes(config: Config, critic: TrainerSpec) -> tuple[str, ...]:
             f"--diffusion-sigmas starts at {config.explicit_sigmas[0]:g}: rollouts scale the initial noise by it, "
             "plain diffusers pipelines do not"
         )
+    frames = config.model.diffusion_num_frames
+    if config.eval_media[0] is not None and config.evaluation.diffusion_fps is None and frames != 1:
+        notes.append(
+            f"clips are written to play at {config.playback_fps:g} frames per second, for want of --diffusion-fps; "
+            "sound that was made for another rate will not fit"
+        )
     if config.rollout_seed != config.run.seed:
         notes.append(
             f"--rollout-seed {config.rollout_seed} is not --seed {config.run.seed}: runs that differ in --seed alone "

@@ -14,8 +14,18 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
+from miles_dmd2.config.functions import check_form
 from miles_dmd2.config.parts import VISUAL, parse_parts, written
-from miles_dmd2.config.section import Beta, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, Seed
+from miles_dmd2.config.section import (
+    Alone,
+    Beta,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    Seed,
+)
 from miles_dmd2.config.sglang import SGLangSection, check_local, check_sglang
 
 # Mean |x0 of the trainer - x0 of the engine| that a run may have, by dtype of the forwards: see docs/running.md.
@@ -24,6 +34,7 @@ START_TIMEOUT = {"local": 180.0, "sglang": 600.0}  # a server imports for a minu
 LOCAL_BATCH_SIZE = 64
 DEFAULT_STEPS = 4
 LARGEST_GRID = 1000
+FALLBACK_FPS = 8.0
 
 
 class ModelSection(Section):
@@ -212,7 +223,27 @@ class RolloutSection(Section):
         LOCAL_BATCH_SIZE, description="samples per student forward in the local engine"
     )
     rm_type: Literal["none"] = Field("none", description="reward: none (constant 0, no scorer, no decode in training)")
+    custom_rm_path: str | None = Field(
+        None,
+        description="module:function or file.py:function that scores samples, async or not: list[RolloutSample] -> "
+        "list[float]; training samples are decoded for it",
+    )
+    rollout_video_dtype: Literal["uint8", "fp32"] = Field(
+        "uint8", description="dtype of decoded media in training and evals: uint8, or fp32 in [0, 1] without rounding"
+    )
+    debug_rollout_only: Annotated[Literal["train", "eval"] | None, Alone("train")] = Field(
+        None, description="no trainers, the checkpoint's own weights: its rollouts (train), or the eval set once (eval)"
+    )
+    reference_transformer: Path | None = Field(
+        None,
+        description="with --debug-rollout-only eval: a transformer (or its pipeline) in place of the checkpoint's",
+    )
     rollout_seed: Seed | None = Field(None, description="seed of prompt order, noise and stop steps (default: --seed)")
+
+    @field_validator("custom_rm_path")
+    @classmethod
+    def _module_and_function(cls, value: str | None) -> str | None:
+        return check_form(value, "my_rewards:score")
 
     @field_validator("diffusion_sigmas", mode="before")
     @classmethod
@@ -241,6 +272,14 @@ class EvalSection(Section):
         description="eval every so many rollouts, beside rollout 0 and after the last (default: only those)",
     )
     eval_samples_per_prompt: PositiveInt = Field(1, description="samples per eval prompt, with seeds fixed for the run")
+    save_eval_media_dir: Path | None = Field(
+        None,
+        description="keep every eval sample in it as a file, in eval_<rollout>/ with an index.jsonl (default: contact "
+        "sheets alone)",
+    )
+    diffusion_fps: PositiveFloat | None = Field(
+        None, description="playback rate of clips that are written, in frames per second (default: 8)"
+    )
     eval_metrics_path: str | None = Field(
         None,
         description="module:function or file.py:function, called on each eval: list[RolloutSample] -> dict[str, float]",
@@ -249,11 +288,7 @@ class EvalSection(Section):
     @field_validator("eval_metrics_path")
     @classmethod
     def _module_and_function(cls, value: str | None) -> str | None:
-        source, _, function = (value or "").rpartition(":")
-        named = source.endswith(".py") or all(part.isidentifier() for part in source.split("."))
-        if value is not None and not (named and function.isidentifier()):
-            raise ValueError("must be module:function or file.py:function, for example recipes.digits.metrics:evaluate")
-        return value
+        return check_form(value, "recipes.digits.metrics:evaluate")
 
 
 class TrainerSection(Section):
@@ -353,6 +388,9 @@ class RunSection(Section):
         "with fp32 forwards, 0.05 with bf16)",
     )
     use_wandb: bool = Field(False, description="log to Weights & Biases")
+    wandb_log_num_images: NonNegativeInt = Field(
+        8, description="eval samples, pictures or clips, that wandb shows of each eval and kind of weights"
+    )
     wandb_project: str = Field("miles_dmd2", description="wandb project")
     wandb_mode: Literal["online", "offline"] = Field("online", description="wandb mode")
     trainer_config: tuple[TrainerEntry, ...] | None = Field(
@@ -459,6 +497,20 @@ class Config(BaseModel):
         return self.evaluation.eval_interval or self.rollout.num_rollout
 
     @property
+    def eval_media(self) -> tuple[Path | None, int | None]:
+        """Where eval samples go as files (None: nowhere), and how many of each eval (None: all)."""
+        if self.evaluation.save_eval_media_dir is not None:
+            return self.evaluation.save_eval_media_dir, None
+        if self.rollout.debug_rollout_only == "eval":  # which is run for its files
+            return self.run.run_dir / "eval", None
+        shown = self.run.wandb_log_num_images if self.run.use_wandb else 0
+        return (self.run.run_dir / "eval", shown) if shown and self.evaluation.eval_prompt_data else (None, None)
+
+    @property
+    def playback_fps(self) -> float:
+        return self.evaluation.diffusion_fps or FALLBACK_FPS
+
+    @property
     def keeps_ema(self) -> bool:
         return self.algorithm.student_ema_decay > 0
 
@@ -497,6 +549,7 @@ class Config(BaseModel):
         self._check_evaluation()
         self._check_placement()
         self._check_retention()
+        self._check_rollout_only()
         if self.rollout.rollout_engine == "local":
             check_local(self.sglang)
         else:
@@ -514,6 +567,25 @@ class Config(BaseModel):
                     "can be made again; raise one or lower the other"
                 )
         return self
+
+    def _check_rollout_only(self) -> None:
+        only, reference = self.rollout.debug_rollout_only, self.rollout.reference_transformer
+        if reference is not None and only != "eval":
+            raise ValueError(
+                f"--reference-transformer {reference}: is rendered by --debug-rollout-only eval; add it, or drop this"
+            )
+        if reference is not None and self.sglang.rollout_engine_url:
+            raise ValueError(
+                f"--reference-transformer {reference}: servers of --rollout-engine-url hold another one already; "
+                "give --sglang-python instead of them"
+            )
+        if only == "eval" and self.evaluation.eval_prompt_data is None:
+            raise ValueError("--debug-rollout-only eval: nothing is evaluated without --eval-prompt-data; give a file")
+        if only is not None and self.run.load is not None:
+            raise ValueError(
+                f"--load {self.run.load}: --debug-rollout-only {only} takes the weights of --hf-checkpoint (which "
+                "may be a run's student_raw or student_ema); leave it out"
+            )
 
     def _check_retention(self) -> None:
         run, evaluation = self.run, self.evaluation
@@ -573,7 +645,12 @@ class Config(BaseModel):
         section = self.evaluation
         if section.eval_prompt_data is not None:
             return
-        for name, unset in (("eval_interval", None), ("eval_samples_per_prompt", 1), ("eval_metrics_path", None)):
+        for name, unset in (
+            ("eval_interval", None),
+            ("eval_samples_per_prompt", 1),
+            ("eval_metrics_path", None),
+            ("save_eval_media_dir", None),
+        ):
             value = getattr(section, name)
             if value != unset:
                 raise ValueError(

@@ -143,7 +143,7 @@ class ModelAdapter(ABC):
 
     @abstractmethod
     def decode(self, components: Components, latents: Tensor) -> Tensor:
-        """latents `[batch, *latent]` -> uint8 `[batch, frames, height, width, 3]`."""
+        """latents `[batch, *latent]` -> fp32 in [0, 1] `[batch, frames, height, width, 3]`."""
 
     def encode(self, components: Components, pixels: Tensor) -> Tensor:
         """uint8 `[batch, frames, height, width, 3]` -> latents fp32 `[batch, *latent]` on the CPU; `decode` undoes it.

@@ -70,6 +70,12 @@ OTHERS: dict[str, tuple[str, Any, tuple[str, ...]]] = {
     "rollout_engine_batch_size": ("16", 16, ()),
     "rm_type": ("none", "none", ()),
     "rollout_seed": ("7", 7, ()),
+    "custom_rm_path": ("rewards.py:score", "rewards.py:score", ()),
+    "rollout_video_dtype": ("fp32", "fp32", ()),
+    "debug_rollout_only": ("eval", "eval", ("--eval-prompt-data", "eval.txt")),
+    "reference_transformer": ("few",) * 2 + (("--debug-rollout-only", "eval", "--eval-prompt-data", "eval.txt"),),
+    "save_eval_media_dir": ("media", "media", ("--eval-prompt-data", "eval.txt")),
+    "diffusion_fps": ("23.976", 23.976, ()),
     "eval_prompt_data": ("eval.txt", "eval.txt", ()),
     "eval_interval": ("5", 5, ("--eval-prompt-data", "eval.txt")),
     "eval_samples_per_prompt": ("4", 4, ("--eval-prompt-data", "eval.txt")),
@@ -126,6 +132,7 @@ OTHERS: dict[str, tuple[str, Any, tuple[str, ...]]] = {
     "max_skipped_steps": ("1", 1, ()),
     "max_x0_drift": ("0.5", 0.5, ()),
     "use_wandb": ("true", True, ()),
+    "wandb_log_num_images": ("0", 0, ()),
     "wandb_project": ("p", "p", ()),
     "wandb_mode": ("offline", "offline", ()),
 }
@@ -178,6 +185,13 @@ def test_negative_and_scientific_numbers_are_values_and_not_flags() -> None:
     assert "--seed -3" in complaint(command("--seed", "-3"))
     assert run("--wandb-project", "-5").config.run.wandb_project == "-5"
     assert "-1e-3 0.9" in complaint(command("--dmd2-score-sigma-range", "-1e-3", "0.9"))
+
+
+def test_a_flag_that_may_stand_alone(write: Write) -> None:
+    assert run("--debug-rollout-only").config.rollout.debug_rollout_only == "train"
+    assert run("--debug-rollout-only", "--seed", "3").config.rollout.debug_rollout_only == "train"
+    assert "must be one of train, eval" in complaint(command("--debug-rollout-only", "both"))
+    assert run("--debug-rollout-only", "train").config.rollout.debug_rollout_only == "train"
 
 
 def test_derived_defaults_are_filled_in() -> None:

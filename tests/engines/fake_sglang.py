@@ -39,7 +39,7 @@ STOCK_FIELDS = {
 }
 PLUGIN_FIELDS = {
     *("rollout_sigmas", "rollout_stop_step", "rollout_stop_output", "rollout_return_generated_output"),
-    *("rollout_conditioning", "rollout_client_id", "rollout_probe"),
+    *("rollout_conditioning", "rollout_client_id", "rollout_probe", "rollout_video_dtype"),
 }
 PICKLED = {  # what SGLang's allow-list has for tensors by value
     ("torch._utils", "_rebuild_tensor_v2"),
@@ -406,7 +406,7 @@ class FakeSGLang:
         decode = body["rollout_return_generated_output"]
         return {
             **self._reply(body, torch.stack([x_k, x0]), [sigmas[stop], torch.tensor(0.0)], sigmas, embeds),
-            "generated_output": self._decode(x0) if decode else None,
+            "generated_output": self._decode(x0, body["rollout_video_dtype"]) if decode else None,
             "miles_dmd2": {
                 "protocol": 1,
                 "client_id": body.get("rollout_client_id"),
@@ -479,10 +479,10 @@ class FakeSGLang:
                 x = (1 - sigmas[k + 1]) * (x - sigmas[k] * velocity) + sigmas[k + 1] * hops[k]
         return x, x - sigmas[stop] * velocities[-1], velocities
 
-    def _decode(self, x0: Tensor) -> dict[str, object]:
+    def _decode(self, x0: Tensor, dtype: str = "fp32") -> dict[str, object]:
         self.decoded += 1
-        media = self.adapter.decode(self.components, x0.unsqueeze(0))[0]
-        return packed(media.permute(3, 0, 1, 2).float() / 255)
+        media = self.adapter.decode(self.components, x0.unsqueeze(0))[0].permute(3, 0, 1, 2)
+        return packed(media if dtype == "fp32" else (media * 255).round().to(torch.uint8))
 
     def _reply(
         self, body: dict[str, Any], latents: Tensor, times: list[Tensor], sigmas: Tensor, embeds: Tensor

@@ -108,6 +108,7 @@ def test_an_eval_request_decodes_and_the_first_of_a_prompt_asks_for_its_conditio
         "rollout_sigmas": list(GRID[:-1]),
         "rollout_stop_step": 3,
         "rollout_return_generated_output": True,
+        "rollout_video_dtype": "uint8",
         "rollout_client_id": "7.0.abc",
         "rollout_conditioning": ["encoder_hidden_states"],
     }
@@ -340,7 +341,7 @@ EVAL_FAULTS = {
     "embedding garbled": (EMBEDS(lambda v: [{**v[0], "data": b""}]), r"encoder_hidden_states\[0\]: not safetensors"),
     "no picture": (PICTURE(None), "generated_output must be a tensor"),
     "picture of another size": (PICTURE(redone(lambda t: t[..., :16].clone())), r"must be \[3, frames, 32, 32\]"),
-    "picture NaN": (PICTURE(redone(with_one(NAN))), "generated_output is not finite"),
+    "picture NaN": (PICTURE(redone(lambda t: with_one(NAN)(t.float()))), "generated_output is not finite"),
     "not decoded": (put("miles_dmd2", "decoded")(False), "decoded is False"),
 }
 

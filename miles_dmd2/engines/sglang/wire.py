@@ -23,6 +23,7 @@ from miles_dmd2.engines.base import EngineError
 from miles_dmd2.engines.sglang.environment import TESTED, is_tested
 from miles_dmd2.engines.sglang_plugin.protocol import KEY, PROTOCOL
 from miles_dmd2.models.base import ModelAdapter
+from miles_dmd2.models.loading import eight_bit
 from miles_dmd2.types import Conditioning, Probe, RolloutRequest
 
 TIMESTEPS = 1000  # a reply's timesteps are sigma x 1000
@@ -31,6 +32,7 @@ PROBE_PROMPT = "probe"  # the server encodes some prompt before the plugin puts 
 ForwardDtype = Literal["fp32", "bf16"]
 # What the plugin says about the transformer's parameters -> the forward dtype; bf16 models keep some in fp32.
 _DTYPES: Mapping[str, ForwardDtype] = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "mixed": "bf16"}
+_MEDIA = {"uint8": torch.uint8, "fp32": torch.float32}
 _REPORT = {"protocol", "client_id", "stop_step", "forwards", "weights", "decoded", "velocity"}  # the plugin's part
 
 
@@ -119,6 +121,8 @@ def rollout_body(ask: Ask, adapter: ModelAdapter) -> dict[str, object]:
         body["rollout_sigmas"] = _grid(request)[:-1].tolist()
         body["rollout_stop_step"] = stop
         body["rollout_return_generated_output"] = request.decode
+        if request.decode:
+            body["rollout_video_dtype"] = request.video_dtype
         body["rollout_client_id"] = ask.client_id
         if ask.conditioning:
             body["rollout_conditioning"] = list(adapter.serving.conditioning_names)
@@ -279,9 +283,12 @@ def _media(reply: dict[str, Any], ask: Ask, adapter: ModelAdapter) -> Tensor | N
         media = adapter.serving.media(tensor)
     except ValueError as error:
         raise WireError(f"generated_output: {error}") from error
-    if media.dtype != torch.uint8 or media.ndim != 4 or media.shape[1:] != (adapter.height, adapter.width, 3):
+    if ask.request.video_dtype == "uint8":
+        media = eight_bit(media)  # a server that does not round sends what its VAE made
+    wanted = _MEDIA[ask.request.video_dtype]
+    if media.dtype != wanted or media.ndim != 4 or media.shape[1:] != (adapter.height, adapter.width, 3):
         raise WireError(
-            f"generated_output must become uint8 [frames, {adapter.height}, {adapter.width}, 3], "
+            f"generated_output must become {wanted} [frames, {adapter.height}, {adapter.width}, 3], "
             f"got {media.dtype} {list(media.shape)}"
         )
     return _own(media)
