@@ -9,6 +9,7 @@ import platform
 import shlex
 import shutil
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,7 @@ from miles_dmd2.checkpointing import (
     sweep,
 )
 from miles_dmd2.checkpointing.manifest import schedule_facts
+from miles_dmd2.cli.rollout_only import check_reward_and_reference, rollout_only
 from miles_dmd2.config import (
     Config,
     ConfigError,
@@ -39,13 +41,16 @@ from miles_dmd2.config import (
     render_plan,
     student_clock,
 )
-from miles_dmd2.config.environment import check_environment
+from miles_dmd2.config.environment import check_environment, host_bytes
+from miles_dmd2.config.headers import read_components
+from miles_dmd2.config.memory import GB, Limits, build_memory, check_memory, render_memory
 from miles_dmd2.data.latents import check_latents, read_latents
+from miles_dmd2.data.metadata import unscored_prompts
 from miles_dmd2.data.prompts import load_prompts
 from miles_dmd2.data.requests import TrainingRequests, eval_requests, explicit_grid, grid
 from miles_dmd2.evaluation import FixedEvaluation, NoEvaluation
-from miles_dmd2.models.registry import known_pipeline_classes
-from miles_dmd2.observability import RunError, Sink, SinkGroup, logger
+from miles_dmd2.models.registry import known_pipelines
+from miles_dmd2.observability import RunError, SinkGroup, logger
 from miles_dmd2.run_directory import in_use
 from miles_dmd2.sinks.console import ConsoleSink
 from miles_dmd2.sinks.jsonl import JsonlSink
@@ -69,11 +74,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             parsed = parse(arguments)
             config, trainers = parsed.config, parsed.trainers
-            plan = build_plan(config, trainers)
-            continued = check(config, trainers)
+            continued, notes = check(config, trainers)
+            plan = build_plan(config, trainers, notes)
+            limits = _limits(config)
+            memory = build_memory(config, trainers, read_components(config.model.hf_checkpoint))
             if parsed.dry_run:
-                print(plan_yaml(config, plan), end="")
+                table = textwrap.indent(render_memory(memory, limits), "# ")
+                print(f"{plan_yaml(config, plan, memory)}\n{table}", flush=True)
+                check_memory(memory, limits)
                 return 0
+            check_memory(memory, limits)
             print(render_plan(plan), flush=True)
             for note in continued.notes if continued else ():
                 print(f"  note: {note}", flush=True)
@@ -86,28 +96,35 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run(config, trainers, plan, continued.manifest if continued else None, arguments, stop)
 
 
-def check(config: Config, trainers: Sequence[TrainerSpec]) -> Continued | None:
-    """All that can be known before a process starts. Returns the checkpoint to continue from, None for a new run."""
-    known = known_pipeline_classes()
+def check(config: Config, trainers: Sequence[TrainerSpec]) -> tuple[Continued | None, tuple[str, ...]]:
+    """All that can be known before a process starts. Returns the checkpoint to continue from, None for a new run, and
+    what the model family has to say about it.
+    """
+    known = known_pipelines()
     checks.check_checkpoint(config.model.hf_checkpoint, known)
     for spec in trainers:
         if spec.checkpoint != config.model.hf_checkpoint:
             checks.check_checkpoint(spec.checkpoint, known, flag=f"trainer {spec.name}: hf-checkpoint")
     prompts = load_prompts(config.rollout.prompt_data)
+    unscored_prompts(config.rollout.prompt_data)
     if config.evaluation.eval_prompt_data is not None:
         load_prompts(config.evaluation.eval_prompt_data, flag="--eval-prompt-data")
+        unscored_prompts(config.evaluation.eval_prompt_data, flag="--eval-prompt-data")
     checks.check_run_dir(config)
+    checks.check_eval_media(config)
     checks.check_packages(config)
+    check_reward_and_reference(config)
     if config.cluster.ray_address is None:
         checks.check_devices(config, len(os.sched_getaffinity(0)), _cuda_devices(config))
     adapter = _check_canvas(config, prompts)
+    _check_family(config, trainers, adapter)
     if config.rollout.rollout_engine == "sglang":
         _check_sglang(config, adapter)
     check_environment(config, checks.parameter_count(config.model.hf_checkpoint / "transformer"))
     if config.run.load is None:
-        return None
+        return None, adapter.notes
     roles = {spec.name: spec.role for spec in trainers}
-    return continue_from(config.run.load, config, roles, run_facts(config, trainers))
+    return continue_from(config.run.load, config, roles, run_facts(config, trainers)), adapter.notes
 
 
 def run_facts(config: Config, trainers: Sequence[TrainerSpec]) -> RunFacts:
@@ -144,7 +161,12 @@ def run(
     try:
         held = in_use([("--run-dir", run_dir), ("--save", config.save_dir)])
         with held, _log_file(run_dir / "logs" / "driver.log"):
-            train_and_export(config, trainers, plan, manifest, arguments, stop)
+            if config.rollout.debug_rollout_only is not None:
+                write_json(run_dir / "run.json", {"options": options(config), "arguments": list(arguments)})
+                source, eval_set = training_requests(config, trainers, plan), evaluation(config, None)
+                missing = rollout_only(config, source, eval_set, lambda: sinks(config, 0))
+            else:
+                missing = train_and_export(config, trainers, plan, manifest, arguments, stop)
     except KeyboardInterrupt:
         print(f"\nstopped. {how_to_go_on(config, arguments)}", file=sys.stderr)
         return INTERRUPTED
@@ -155,8 +177,11 @@ def run(
         print(f"\nerror: {error} (details: {run_dir / 'logs'})\n{how_to_go_on(config, arguments)}", file=sys.stderr)
         return FAILED
     best = "ema" if config.keeps_ema else "raw"
-    print(f"done: the student is {run_dir}/student_{best}, its figures are in {run_dir}/summary.json")
-    return 0
+    student = f"the student is {run_dir}/student_{best}, its figures are in {run_dir}/summary.json"
+    print(f"done: {student if config.rollout.debug_rollout_only is None else 'nothing was trained'}")
+    for failure in missing:  # nothing else is wrong with the run
+        print(f"error: {failure} (details: {run_dir / 'logs'})", file=sys.stderr)
+    return FAILED if missing else 0
 
 
 def train_and_export(
@@ -166,7 +191,8 @@ def train_and_export(
     manifest: Manifest | None,
     arguments: Sequence[str],
     stop: StopRequest,
-) -> None:
+) -> list[str]:
+    """Returns a line for each eval whose files are not complete."""
     from miles_dmd2.cluster.launch import launch
     from miles_dmd2.cluster.runtime import fetch
     from miles_dmd2.driver import train
@@ -205,6 +231,7 @@ def train_and_export(
             shutil.rmtree(directory, ignore_errors=True)  # of the run that this one continues
             adapter.export_pipeline(tensors, student_sampling(config), directory)
     write_json(run_dir / "summary.json", summary(run_dir / "metrics.jsonl", config, trainers, plan))
+    return engines.media_failures
 
 
 def training_requests(config: Config, trainers: Sequence[TrainerSpec], plan: Plan) -> TrainingRequests:
@@ -220,6 +247,9 @@ def training_requests(config: Config, trainers: Sequence[TrainerSpec], plan: Pla
         sample_type=config.algorithm.dmd2_student_sample_type,
         clock=student_clock(config, trainers),
         real_latents=None if latents is None else read_latents(latents).rows(),
+        scored=config.rollout.custom_rm_path is not None,
+        unscored=unscored_prompts(config.rollout.prompt_data),
+        video_dtype=config.rollout.rollout_video_dtype,
     )
 
 
@@ -236,7 +266,7 @@ def student_sampling(config: Config) -> StudentSampling:
     return StudentSampling(student_grid(config), shift, config.algorithm.dmd2_student_sample_type)
 
 
-def evaluation(config: Config, retention: Retention) -> FixedEvaluation | NoEvaluation:
+def evaluation(config: Config, retention: Retention | None) -> FixedEvaluation | NoEvaluation:
     section = config.evaluation
     if section.eval_prompt_data is None:
         return NoEvaluation()
@@ -246,23 +276,27 @@ def evaluation(config: Config, retention: Retention) -> FixedEvaluation | NoEval
         student_grid(config),
         config.rollout_seed,
         config.algorithm.dmd2_student_sample_type,
+        scored=config.rollout.custom_rm_path is not None,
+        unscored=unscored_prompts(section.eval_prompt_data, "--eval-prompt-data"),
+        video_dtype=config.rollout.rollout_video_dtype,
     )
-    return FixedEvaluation(
-        requests, interval=config.eval_every, last=config.rollout.num_rollout, watch=retention.evaluated
-    )
+    watch = None if retention is None else retention.evaluated
+    return FixedEvaluation(requests, interval=config.eval_every, last=config.rollout.num_rollout, watch=watch)
 
 
 def sinks(config: Config, start: int) -> SinkGroup:
     """The metrics file and the status always; a terminal's progress; wandb when asked for."""
     run = config.run
-    chosen: list[Sink] = [
+    chosen = SinkGroup(
         JsonlSink(run.run_dir / "metrics.jsonl", keep_below=start),
         StatusSink(run.run_dir / "status.json"),
         ConsoleSink(start, config.rollout.num_rollout),
-    ]
+    )
     if run.use_wandb:
-        chosen.append(WandbSink(run.wandb_project, run.wandb_mode, run.run_dir, options(config)))
-    return SinkGroup(*chosen)
+        media, shown = config.eval_media[0], run.wandb_log_num_images
+        project, mode = run.wandb_project, run.wandb_mode
+        chosen.start("wandb", lambda: WandbSink(project, mode, run.run_dir, options(config), media, shown, start))
+    return chosen
 
 
 def options(config: Config) -> dict[str, Any]:
@@ -313,6 +347,19 @@ def _cuda_devices(config: Config) -> int:
     return torch.cuda.device_count()
 
 
+def _limits(config: Config) -> Limits:
+    """Bytes of a device and a host: as declared, or this machine's if the run's processes are started on it."""
+    cluster = config.cluster
+    here = cluster.ray_address is None
+    device = cluster.gpu_memory_gb and cluster.gpu_memory_gb * GB
+    host = cluster.host_memory_gb and cluster.host_memory_gb * GB
+    if device is None and here and cluster.device == "cuda":
+        import torch
+
+        device = float(torch.cuda.get_device_properties(0).total_memory)
+    return Limits(device, float(host_bytes()) if host is None and here else host)
+
+
 def _check_canvas(config: Config, prompts: Sequence[str]) -> ModelAdapter:
     """The model family can make pictures of this size, and real latents, if any, are of it; returns its adapter."""
     from miles_dmd2.models.checkpoint import component_digest
@@ -329,6 +376,34 @@ def _check_canvas(config: Config, prompts: Sequence[str]) -> ModelAdapter:
         vae = component_digest(config.model.hf_checkpoint, "vae")
         check_latents(path, read_latents(path), prompts, adapter.latent_shape, vae)
     return adapter
+
+
+def _check_family(config: Config, trainers: Sequence[TrainerSpec], adapter: ModelAdapter) -> None:
+    """Options that this family has no use for, or cannot serve."""
+    algorithm, family = config.algorithm, adapter.family
+    names = [part.name for part in adapter.parts]
+    for flag, values in (("--fsdp-flow-shift", config.part_shifts), ("--dmd2-part-weights", config.part_weights)):
+        for name in values.keys() - set(names):
+            raise ConfigError(f"{flag} {name}={values[name]:g}: {family} has no {name}, only {', '.join(names)}")
+    if adapter.guidance_distilled and algorithm.dmd2_teacher_guidance_scale != 1:
+        raise ConfigError(
+            f"--dmd2-teacher-guidance-scale {algorithm.dmd2_teacher_guidance_scale:g}: guidance is distilled into "
+            f"{family}; leave it at 1"
+        )
+    if algorithm.dmd2_student_sample_type not in adapter.sample_types:
+        raise ConfigError(
+            f"--dmd2-student-sample-type {algorithm.dmd2_student_sample_type}: {family} has "
+            f"{' and '.join(adapter.sample_types)} only; use {adapter.sample_types[0]}"
+        )
+    if not adapter.embedded and config.rollout.rollout_engine == "local":
+        raise ConfigError(f"--rollout-engine local: {family} is generated by SGLang only; use sglang")
+    if adapter.one_by_one and algorithm.dmd2_critic_conditioning == "stop_step":
+        for spec in trainers:
+            if spec.role == "critic" and spec.micro_batch_size != 1:
+                raise ConfigError(
+                    f"--dmd2-critic-conditioning stop_step: {family} runs one sample a forward, {spec.name} has "
+                    f"--micro-batch-size {spec.micro_batch_size}; set it to 1"
+                )
 
 
 def _check_sglang(config: Config, adapter: ModelAdapter) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from miles_dmd2.config.clock import EVERY_ROLLOUT, StudentClock
-from miles_dmd2.observability import PhaseClock, Sink, logger
+from miles_dmd2.observability import PhaseClock, Sink, logger, throughput
 from miles_dmd2.stopping import StopRequest
 from miles_dmd2.types import (
     Engines,
@@ -18,6 +18,7 @@ from miles_dmd2.types import (
     TrainResult,
     WeightKind,
     WeightUpdate,
+    WeightVersion,
 )
 
 Weights = Mapping[WeightKind, WeightUpdate]
@@ -76,9 +77,9 @@ def train(
                     if evaluation.due(rollout_id):
                         metrics |= _evaluate(evaluation, engines, weights, clock, rollout_id)
                     with clock(rollout_id, "generate"):
-                        learns = student_clock.due(rollout_id)
-                        batch = _generate(engines, source(rollout_id), rollout_id, weights, learns)
-                    metrics |= {f"rollout/{key}": value for key, value in engines.metrics().items()}
+                        learns, windows = student_clock.due(rollout_id), source(rollout_id)
+                        batch = _generate(engines, windows, rollout_id, weights["raw"].version, learns)
+                    metrics |= _counted(engines, windows)
                 with stop.deferred():
                     with done.one_more():
                         external: dict[str, tuple[Any, ...]] = {}
@@ -95,7 +96,9 @@ def train(
                         done.saved = True  # or failed to be: there is no second try
                         with clock(rollout_id, "save"):
                             checkpoints(done.rollouts, groups)
-                    sink.metrics(rollout_id, metrics | clock.take())
+                    seconds = clock.take()
+                    phases = ("sync", "generate", *(group.name for group in groups))
+                    sink.metrics(rollout_id, metrics | throughput(len(batch.sample_ids), seconds, phases) | seconds)
                     del batch, external, result  # the object store may drop them before the next rollout is generated
             if evaluation.due(rollouts.stop):
                 with awake(engines):
@@ -103,6 +106,33 @@ def train(
                     metrics |= _evaluate(evaluation, engines, weights, clock, rollouts.stop)
                 sink.metrics(rollouts.stop, metrics | clock.take())
     return weights
+
+
+def rollouts_only(rollouts: range, source: RequestSource, engines: Engines, sink: Sink) -> None:
+    """Generate `rollouts` with the weights that the engines hold, train nothing, and leave nothing running."""
+    clock = PhaseClock(sink)
+    with _disposed(engines, sink), awake(engines):
+        for rollout_id in rollouts:
+            with clock(rollout_id, "generate"):
+                _generate(engines, source(rollout_id), rollout_id, WeightVersion(0), student_step=False)
+            metrics = {f"rollout/{key}": value for key, value in engines.metrics().items()}
+            sink.metrics(rollout_id, metrics | clock.take())
+
+
+def eval_only(evaluation: Evaluation, engines: Engines, sink: Sink) -> None:
+    """Evaluate the weights that the engines hold, once, as rollout 0; returns when the last file is written."""
+    clock = PhaseClock(sink)
+    with _disposed(engines, sink), awake(engines):
+        metrics = _evaluate(evaluation, engines, {}, clock, 0)
+        sink.metrics(0, metrics | clock.take())
+
+
+@contextmanager
+def _disposed(engines: Engines, sink: Sink) -> Iterator[None]:
+    with ExitStack() as stack:
+        stack.callback(sink.close)
+        stack.callback(engines.dispose)
+        yield
 
 
 class awake:
@@ -182,18 +212,26 @@ def _generate(
     engines: Engines,
     windows: Sequence[Sequence[RolloutRequest]],
     rollout_id: int,
-    weights: Weights,
+    version: WeightVersion,
     student_step: bool,
 ) -> RolloutBatch:
-    batch = RolloutBatch(rollout_id, weights["raw"].version, engines.generate(windows), student_step)
+    batch = RolloutBatch(rollout_id, version, engines.generate(windows), student_step)
     wanted = tuple(request.sample_id for window in windows for request in window)
     if batch.sample_ids != wanted:
         raise ValueError(f"rollout {rollout_id}: engines returned samples {batch.sample_ids}, asked for {wanted}")
     return batch
 
 
+def _counted(engines: Engines, windows: Sequence[Sequence[RolloutRequest]]) -> dict[str, float]:
+    """What the engines say of this rollout, their forwards also less those that its requests ask for."""
+    counts = {f"rollout/{key}": value for key, value in engines.metrics().items()}
+    requests = [request for window in windows for request in window]
+    planned = sum(1 if request.real_latent is not None else request.stop_step + 1 for request in requests)
+    return counts | {"rollout/forwards_over_plan": counts["rollout/forwards"] - planned}
+
+
 def _prefixed(name: str, result: TrainResult) -> dict[str, float]:
     return {f"{name}/{key}": value for key, value in result.metrics.items()}
 
 
-__all__ = ["Checkpoints", "Evaluation", "RequestSource", "awake", "train"]
+__all__ = ["Checkpoints", "Evaluation", "RequestSource", "awake", "eval_only", "rollouts_only", "train"]

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 WeightKind = Literal["raw", "ema"]
 Role = Literal["critic", "actor"]
 SampleType = Literal["ode", "sde"]
+VideoDtype = Literal["uint8", "fp32"]
 
 # One sample's conditioning as its model family defines it: tensors without a batch axis, by name.
 Conditioning = Mapping[str, "Tensor"]
@@ -38,7 +39,8 @@ class RolloutRequest:
     """One sample to generate. `sigmas` are the N+1 fp32 grid values (terminal 0 included) as Python floats.
 
     sample_type: how it hops from step to step, by Euler or by noising x0 afresh. real_latent: instead of hopping, noise
-    this row of the run's real latents to the stop step's sigma.
+    this row of the run's real latents to the stop step's sigma. decode, video_dtype: whether the answer has media, and
+    of which dtype. scored: the run's reward function is asked about the sample.
     """
 
     sample_id: int
@@ -49,6 +51,8 @@ class RolloutRequest:
     decode: bool = False
     sample_type: SampleType = "ode"
     real_latent: int | None = None
+    scored: bool = False
+    video_dtype: VideoDtype = "uint8"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +60,7 @@ class RolloutSample:
     """One student sample, stopped at step k of its grid.
 
     x_k: input of step k, fp32 `[*latent]`; x0: the student's clean prediction x_k - sigma_k * v, fp32 `[*latent]`.
-    media: decoded uint8 `[frames, height, width, 3]`, only when the request asked for it.
+    media: decoded uint8 or fp32 in [0, 1] `[frames, height, width, 3]`, only when the request asked for it.
     audio: decoded fp32 `[channels, samples]` in [-1, 1], with media of families that have sound, and its rate in Hz.
     """
 

@@ -19,6 +19,7 @@ from miles_dmd2.driver import train
 from miles_dmd2.engines.local import LocalEngine
 from miles_dmd2.evaluation import NoEvaluation
 from miles_dmd2.models.base import Components
+from miles_dmd2.observability.declared import without_machine
 from miles_dmd2.stopping import StopRequest
 from miles_dmd2.training import ActorTrainer, CriticTrainer, Ranks
 from miles_dmd2.types import (
@@ -69,7 +70,7 @@ class Engines:
     """`types.Engines` over one local engine; remembers every request."""
 
     def __init__(self, engine: LocalEngine) -> None:
-        self.engine, self.requests, self.forwards = engine, [], 0
+        self.engine, self.requests, self.forwards, self.samples = engine, [], 0, 0
 
     def wake(self) -> None:
         self.engine.wake()
@@ -92,7 +93,8 @@ class Engines:
 
     def metrics(self) -> Mapping[str, float]:
         new, self.forwards = self.engine.forward_count - self.forwards, self.engine.forward_count
-        return {"forwards": float(new)}
+        samples, self.samples = len(self.requests) - self.samples, len(self.requests)
+        return {"samples": float(samples), "forwards": float(new)}
 
     def dispose(self) -> None:
         self.engine.close()
@@ -133,16 +135,18 @@ class Group:
 
 
 class Rows:
-    """A sink that keeps the figures, without the clocks."""
+    """A sink that keeps the figures: all in `logged`, in `rows` those that do not depend on the machine."""
 
     def __init__(self) -> None:
+        self.logged: list[dict[str, float]] = []
         self.rows: list[dict[str, float]] = []
 
     def phase(self, rollout_id: int, name: str) -> None:
         pass
 
     def metrics(self, rollout_id: int, values: Mapping[str, float]) -> None:
-        self.rows.append({name: value for name, value in values.items() if not name.startswith("time/")})
+        self.logged.append(dict(values))
+        self.rows.append(without_machine(values))
 
     def close(self) -> None:
         pass
@@ -170,6 +174,7 @@ class Outcome:
     rows: list[dict[str, float]]
     requests: list[RolloutRequest]
     counters: dict[str, Mapping[str, int]]
+    logged: list[dict[str, float]]
 
     def differs(self, other: Outcome) -> list[str]:
         """In what: weights, counts (figures of a rollout), draws (requests)."""
@@ -218,4 +223,4 @@ def run(
     critic = groups[0].trainer
     critic.wake()
     weights |= {f"critic/{name}": value.detach().clone() for name, value in critic.network.module.named_parameters()}
-    return Outcome(weights, sink.rows, engines.requests, checkpoints.counters)
+    return Outcome(weights, sink.rows, engines.requests, checkpoints.counters, sink.logged)

@@ -40,6 +40,7 @@ VALUES: dict[str, tuple[str, dict[str, str]]] = {
     "dmd2_score_sigma_logit_std": ("0.5", {"dmd2-score-sigma-law": "logit_normal"}),
     "dmd2_score_sigma_range": ("0.2 0.7", {}),
     "fsdp_flow_shift": ("3", {}),
+    "dmd2_part_weights": ("2", {}),
     "dmd2_critic_steps_per_student_step": ("4", {}),
     "dmd2_critic_warmup_rollouts": ("1", {}),
     "student_ema_decay": ("0.9", {}),

@@ -9,8 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
 import train_diffusion
+from miles_dmd2.config import parse
 from tests.tiny_qwen import build
 
 Arguments = dict[str, object]
@@ -116,6 +118,8 @@ CASES = {
     ),
     "sglang's flags beside local": (changed(sglang_log_level="info"), ["--sglang-log-level", "--rollout-engine"]),
     "sigmas": (changed(diffusion_sigmas="1,2"), ["--diffusion-sigmas 1,2", "decrease"]),
+    "a GPU that is too small": (changed(gpu_memory_gb=1e-4), ["--gpu-memory-gb 0.0001", "GB more than"]),
+    "a host that is too small": (changed(host_memory_gb=1e-4), ["--host-memory-gb 0.0001", "of node 0", "actor"]),
 }
 
 
@@ -177,3 +181,35 @@ def test_dry_run_prints_what_config_reads_back_and_starts_nothing(
     assert train_diffusion.main(["--config", str(tmp_path / "again.yaml"), "--dry-run"]) == 0
     assert capsys.readouterr().out == printed
     assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_shows_each_node_and_refuses_what_does_not_fit(
+    arguments: Arguments, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train_diffusion, "run", lambda *_: pytest.fail("the run started"))
+    nodes = ("--ray-address", "auto", "--actor-num-nodes", "2", "--actor-num-gpus-per-node", "4", "--device", "cuda")
+    assert start(arguments, "--dry-run", *nodes) == 0
+    printed = capsys.readouterr()
+    first, second = yaml.safe_load(printed.out)["plan"]["nodes"]
+    assert first["runs"] == {"engines": "0-0", "critic": "0-3", "actor": "0-3"}
+    assert second["runs"] == {"critic": "4-7", "actor": "4-7"}
+    assert "# Memory in GB (no limit known)" in printed.out  # the cluster's machines may be others than this one
+    assert start(arguments, "--dry-run", *nodes, "--host-memory-gb", "0.001") == 2
+    refused = capsys.readouterr()
+    assert "#   node 0: engines 0-0, critic 0-3, actor 0-3" in refused.out
+    assert refused.err.startswith("error: --host-memory-gb 0.001: the host of node 0 needs ")
+    assert refused.err.count("\n") == 1
+
+
+def test_limits_are_this_machine_s_unless_declared(arguments: Arguments, monkeypatch: pytest.MonkeyPatch) -> None:
+    def limits(*more: str) -> tuple[float | None, float | None]:
+        found = train_diffusion._limits(
+            parse([*(f"--{name}={value}" for name, value in arguments.items()), *more]).config
+        )
+        return found.device, found.host
+
+    monkeypatch.setattr(train_diffusion, "host_bytes", lambda: 7)
+    assert limits() == (None, 7.0)
+    assert limits("--ray-address", "auto") == (None, None)
+    assert limits("--gpu-memory-gb", "141", "--host-memory-gb", "2000") == (141e9, 2000e9)
+    assert limits("--ray-address", "auto", "--device", "cuda", "--host-memory-gb", "1") == (None, 1e9)

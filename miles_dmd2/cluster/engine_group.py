@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import logging
+import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
 
 from miles_dmd2.cluster.failures import introduce
 from miles_dmd2.cluster.placement import Placement
-from miles_dmd2.cluster.process import dtype_of, load_function, set_up
+from miles_dmd2.cluster.process import dtype_of, set_up
 from miles_dmd2.cluster.runtime import wait
 from miles_dmd2.cluster.server_worker import RemoteServer
 from miles_dmd2.cluster.settings import EngineSettings
 from miles_dmd2.cluster.wire import Array, PackedSamples, pack_samples, pack_tensors, unpack_samples, unpack_tensors
+from miles_dmd2.config.functions import load_function
 from miles_dmd2.data.latents import read_latents
 from miles_dmd2.engines.base import RolloutEngine
 from miles_dmd2.engines.local import LocalEngine
 from miles_dmd2.engines.sglang.engine import SGLangEngine
 from miles_dmd2.engines.sglang.server import ExternalServer, Server
 from miles_dmd2.media.gallery import save_eval_media
+from miles_dmd2.media.store import EvalMedia
 from miles_dmd2.models.base import ModelAdapter
 from miles_dmd2.observability import RunError
-from miles_dmd2.types import Chunk, Conditioning, RolloutRequest, WeightKind, WeightUpdate
+from miles_dmd2.rewards import Rewards
+from miles_dmd2.types import Chunk, Conditioning, RolloutRequest, RolloutSample, WeightKind, WeightUpdate, WeightVersion
+
+logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS = 5.0  # for a client to remove what it wrote; the next run removes what one that is killed leaves
 
@@ -36,6 +44,9 @@ class EngineWorker:
         self._adapter = set_up(f"engine_{index}", settings.worker)
         self._settings = settings
         self._metrics = load_function(settings.eval_metrics) if settings.eval_metrics else None
+        self._rewards = Rewards(settings.reward)
+        self._new_rewards: list[float] = []
+        self._media = EvalMedia(settings.kept_media) if settings.kept_media and index == 0 else None
         self._reported_forwards = 0
         self._reported_faults: Counter[str] = Counter()
 
@@ -59,12 +70,19 @@ class EngineWorker:
     def conditioning(self, prompts: Sequence[str]) -> list[dict[str, Array]]:
         return [pack_tensors(cond) for cond in self._engine.conditioning(prompts)]
 
-    def generate(self, windows: Sequence[Sequence[RolloutRequest]]) -> tuple[int | PackedSamples, ...]:
+    def generate(
+        self, windows: Sequence[Sequence[RolloutRequest]], *, for_eval: bool = False
+    ) -> tuple[int | PackedSamples, ...]:
         """The number of samples, then one value per window: each is an object of its own (`num_returns`).
 
         So the driver learns of success without fetching a tensor, and a reader of one window fetches only that.
+        Scored here; media and sound travel on for evals alone.
         """
-        samples = self._engine.generate([request for window in windows for request in window])
+        requests = [request for window in windows for request in window]
+        samples = self._rewards.score(requests, self._engine.generate(requests))
+        if not for_eval:
+            self._new_rewards += [sample.reward for sample in samples]
+            samples = [without_media(sample) for sample in samples]
         packed: list[int | PackedSamples] = [len(samples)]
         for window in windows:
             packed.append(pack_samples(samples[: len(window)]))
@@ -72,10 +90,26 @@ class EngineWorker:
         return tuple(packed)
 
     def evaluate(self, parts: Sequence[Any], rollout_id: int, kind: WeightKind) -> dict[str, float]:
-        """Pictures and figures of an eval whose samples came from any engine."""
+        """Pictures and figures of an eval whose samples came from any engine. Files are written afterwards."""
         samples = [sample for part in ray.get(list(parts)) for sample in unpack_samples(part)]
         save_eval_media(samples, self._settings.media_directory, rollout_id, kind)
-        return dict(self._metrics(samples)) if self._metrics else {}
+        figures = {"reward": statistics.fmean(sample.reward for sample in samples)} if self._rewards.active else {}
+        if self._media is not None:
+            self._media.keep(samples, rollout_id, kind)
+        return figures | (dict(self._metrics(samples)) if self._metrics else {})
+
+    def media_failures(self) -> list[str]:
+        """Evals so far whose files are not complete."""
+        return [] if self._media is None else self._media.failures()
+
+    def finish_media(self) -> list[str]:
+        """The same, when the last file is written: nothing is evaluated afterwards."""
+        return [] if self._media is None else self._media.finish()
+
+    def new_rewards(self) -> list[float]:
+        """Of training samples since the last call."""
+        new, self._new_rewards = self._new_rewards, []
+        return new
 
     def new_forwards(self) -> int:
         total = self._engine.forward_count
@@ -98,19 +132,22 @@ class EngineWorker:
 def build_engine(settings: EngineSettings, adapter: ModelAdapter, server_workers: Sequence[Any]) -> RolloutEngine:
     """The engine that `settings` ask for, awake. server_workers: actors whose servers are up, for SGLang."""
     worker = settings.worker
+    latents = None if settings.latents is None else read_latents(settings.latents).latents
+    own = WeightVersion(0) if settings.own_weights else None
     if settings.client is None or settings.servers is None:
         return LocalEngine(
             adapter,
             device=worker.device,
             dtype=dtype_of(worker.forward_dtype),
             batch_size=settings.batch_size,
-            real_latents=None if settings.latents is None else read_latents(settings.latents).latents,
+            checkpoint_version=own,
+            real_latents=latents,
         )
     servers: list[Server] = [ExternalServer(url) for url in settings.servers.urls]
     for i, actor in enumerate(server_workers):  # the client is on the device of the first
         shared = "cuda" if i == 0 and worker.device == "cuda" else None
         servers.append(RemoteServer(actor, settings.servers.start_timeout, shared_device=shared))
-    return SGLangEngine(adapter, servers, settings.client)
+    return SGLangEngine(adapter, servers, settings.client, checkpoint_version=own, real_latents=latents)
 
 
 class RayEngineGroup:
@@ -122,12 +159,18 @@ class RayEngineGroup:
     def __init__(
         self, actors: Sequence[Any], start_timeout: float, phase_timeout: float, *, close_timeout: float = 0.0
     ) -> None:
-        """close_timeout: seconds to end by themselves; 0: they have nothing to end."""
+        """close_timeout: seconds to end by themselves; 0: they have nothing to end.
+
+        media_failures: one line for each eval whose files are not complete, as far as it is known; when disposed, all.
+        """
         self._actors = list(actors)
         self._close_timeout = close_timeout
         self._start_timeout = start_timeout
         self._timeout = phase_timeout
         self._samples = 0
+        self._idle = True  # False: a call has failed, or is abandoned, and may still run
+        self._evaluated = False
+        self.media_failures: list[str] = []
 
     @classmethod
     def start(
@@ -161,18 +204,23 @@ class RayEngineGroup:
 
     def load_weights(self, update: WeightUpdate) -> None:
         slim = WeightUpdate(update.version, update.checksum, update.probe, None)
-        served = wait(
-            [actor.load_weights.remote(slim, update.payload) for actor in self._actors], self._timeout, "weight sync"
-        )
+        served = self._wait([actor.load_weights.remote(slim, update.payload) for actor in self._actors], "weight sync")
         if set(served) != {update.checksum}:
             raise RunError(f"weight sync: the actor exported {update.checksum}, engines serve {sorted(set(served))}")
 
     def conditioning(self, prompts: Sequence[str]) -> list[Conditioning]:
         """The first engine's: all hold the same text encoder."""
-        (packed,) = wait([self._actors[0].conditioning.remote(list(prompts))], self._timeout, "conditioning")
+        (packed,) = self._wait([self._actors[0].conditioning.remote(list(prompts))], "conditioning")
         return [unpack_tensors(arrays) for arrays in packed]
 
     def generate(self, windows: Sequence[Sequence[RolloutRequest]]) -> tuple[tuple[Chunk, ...], ...]:
+        chunks = self._generate(windows)
+        self._samples += sum(len(chunk.sample_ids) for window in chunks for chunk in window)
+        return chunks
+
+    def _generate(
+        self, windows: Sequence[Sequence[RolloutRequest]], *, for_eval: bool = False
+    ) -> tuple[tuple[Chunk, ...], ...]:
         chunks: list[list[Chunk]] = [[] for _ in windows]
         counts = []
         for i, actor in enumerate(self._actors):
@@ -181,23 +229,20 @@ class RayEngineGroup:
             if not filled:
                 continue
             task = actor.generate.options(num_returns=len(filled) + 1)
-            count, *parts = task.remote([shares[w] for w in filled])
+            count, *parts = task.remote([shares[w] for w in filled], for_eval=for_eval)
             counts.append(count)
             for w, part in zip(filled, parts, strict=True):
                 chunks[w].append(Chunk(tuple(request.sample_id for request in shares[w]), part))
-        self._samples += sum(wait(counts, self._timeout, "rollout"))
+        self._wait(counts, "evaluation" if for_eval else "rollout")
         return tuple(map(tuple, chunks))
 
     def evaluate(self, requests: Sequence[RolloutRequest], rollout_id: int, kind: WeightKind) -> Mapping[str, float]:
-        samples_before = self._samples
-        (chunks,) = self.generate([requests])
-        self._samples = samples_before
-        (figures,) = wait(
-            [self._actors[0].evaluate.remote([chunk.payload for chunk in chunks], rollout_id, kind)],
-            self._timeout,
-            "evaluation",
-        )
+        (chunks,) = self._generate([requests], for_eval=True)
+        parts = [chunk.payload for chunk in chunks]
+        (figures,) = self._wait([self._actors[0].evaluate.remote(parts, rollout_id, kind)], "evaluation")
         self._all("new_forwards")  # eval forwards are not part of the training budget
+        self._evaluated = True
+        self._tell("media_failures")
         return dict(figures)
 
     def metrics(self) -> Mapping[str, float]:
@@ -206,9 +251,30 @@ class RayEngineGroup:
         for of_engine in self._all("new_faults"):
             faults.update(of_engine)
         counts = {"samples": samples, "forwards": sum(self._all("new_forwards")), **faults}
-        return {name: float(count) for name, count in counts.items()}
+        figures = {name: float(count) for name, count in counts.items()}
+        rewards = [reward for of_engine in self._all("new_rewards") for reward in of_engine]
+        return figures | ({"reward_mean": statistics.fmean(rewards)} if rewards else {})
+
+    def _tell(self, method: str) -> None:
+        """Keep and log what is new of the eval files that are not there."""
+        (failures,) = self._wait([getattr(self._actors[0], method).remote()], "files of the evals")
+        for failure in failures[len(self.media_failures) :]:
+            self.media_failures.append(failure)
+            logger.warning("%s", failure)
 
     def dispose(self) -> None:
+        """Waits for the last file of the evals; see `media_failures`. Not long for engines that fail or are busy."""
+        try:
+            if self._actors and self._evaluated:
+                self._timeout = self._timeout if self._idle else _CLOSE_SECONDS
+                self._tell("finish_media")
+        except RunError as error:  # not raised: whatever ends the run here is told by others, and training may be whole
+            self.media_failures.append(f"the files of the last eval may not be complete: {error}")
+            logger.warning("%s", self.media_failures[-1])
+        finally:
+            self._end()
+
+    def _end(self) -> None:
         if self._actors and self._close_timeout:
             closing = [actor.close.remote() for actor in self._actors]
             ray.wait(closing, num_returns=len(closing), timeout=self._close_timeout)
@@ -218,7 +284,17 @@ class RayEngineGroup:
 
     def _all(self, method: str) -> list[Any]:
         refs = [getattr(actor, method).remote() for actor in self._actors]
-        return wait(refs, self._timeout, f"rollout engines: {method}")
+        return self._wait(refs, f"rollout engines: {method}")
+
+    def _wait(self, refs: Sequence[Any], what: str) -> list[Any]:
+        self._idle = False
+        answers = wait(refs, self._timeout, what)
+        self._idle = True
+        return answers
+
+
+def without_media(sample: RolloutSample) -> RolloutSample:
+    return replace(sample, media=None, audio=None, audio_sample_rate=None)
 
 
 def _share(window: Sequence[RolloutRequest], index: int, count: int) -> list[RolloutRequest]:

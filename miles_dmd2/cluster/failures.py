@@ -86,7 +86,7 @@ def _field(name: str, text: str) -> str | None:
 
 
 def _detail(text: str) -> str:
-    found = re.search(r"Worker exit detail: (.+)", text)
+    found = re.search(r"Worker exit detail: (.+)", text) or re.search(r"because (its node has died.*)", text, re.DOTALL)
     return found[1] if found else summary_of(text)
 
 

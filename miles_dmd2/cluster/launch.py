@@ -12,12 +12,15 @@ from pathlib import Path
 from miles_dmd2.checkpointing import Manifest
 from miles_dmd2.cluster.engine_group import RayEngineGroup
 from miles_dmd2.cluster.placement import place
+from miles_dmd2.cluster.preflight import preflight
 from miles_dmd2.cluster.runtime import ray_session
 from miles_dmd2.cluster.server_worker import ServerGroup
 from miles_dmd2.cluster.settings import EngineSettings, SavedState, ServerSettings, TrainerJob, WorkerSettings
 from miles_dmd2.cluster.trainer_group import RayTrainerGroup
 from miles_dmd2.config import Config, TrainerSpec
+from miles_dmd2.config.functions import absolute
 from miles_dmd2.engines.sglang.pool import SGLangSettings
+from miles_dmd2.media.store import KeptMedia
 from miles_dmd2.types import Conditioning
 
 
@@ -25,7 +28,8 @@ from miles_dmd2.types import Conditioning
 def launch(
     config: Config, trainers: Sequence[TrainerSpec], manifest: Manifest | None
 ) -> Iterator[tuple[RayEngineGroup, list[RayTrainerGroup]]]:
-    """Ray, placement, actors; everyone ready and asleep. `manifest` is the checkpoint to continue from.
+    """Ray, placement, actors; everyone ready and asleep. `manifest` is the checkpoint to continue from. Without
+    trainers the engines serve the checkpoint's own weights.
 
     On exit, also by an exception, every process of the run is gone.
     """
@@ -38,6 +42,8 @@ def launch(
         timeouts = (config.start_timeout, cluster.phase_timeout)
         with ExitStack() as stack:
             stack.callback(placement.release)
+            if cluster.ray_address is not None:  # on a host of its own the driver has checked all of it
+                preflight(config, trainers, placement, config.start_timeout)
             settings = engine_settings(config, worker)
             servers = ServerGroup.start(config.num_engines, settings, placement)
             stack.callback(servers.dispose)
@@ -50,7 +56,7 @@ def launch(
                 groups.append(group)
             servers.build()
             engines.build()  # one after the other, each asleep before the next: they share a device
-            uncond = unconditional(engines, config)
+            uncond = unconditional(engines, config) if groups else None
             for group in groups:
                 group.build(saved_state(manifest, group), uncond)
             yield engines, groups
@@ -73,6 +79,7 @@ def worker_settings(config: Config) -> WorkerSettings:
         height=config.model.diffusion_height,
         width=config.model.diffusion_width,
         num_frames=config.model.diffusion_num_frames,
+        seconds=config.model.diffusion_duration,
         forward_dtype=config.model.forward_dtype,
         device=cluster.device,
         threads=config.threads,
@@ -88,12 +95,21 @@ def engine_settings(config: Config, worker: WorkerSettings) -> EngineSettings:
     return EngineSettings(
         worker=worker,
         batch_size=config.rollout.rollout_engine_batch_size,
-        eval_metrics=_absolute(config.evaluation.eval_metrics_path),
+        eval_metrics=absolute(config.evaluation.eval_metrics_path),
         media_directory=(config.run.run_dir / "eval").resolve(),
         client=client_settings(config) if sglang else None,
         servers=server_settings(config) if sglang else None,
         latents=config.algorithm.dmd2_latents.resolve() if config.algorithm.dmd2_latents else None,
+        reward=absolute(config.rollout.custom_rm_path),
+        kept_media=kept_media(config),
+        own_weights=config.rollout.debug_rollout_only is not None,
     )
+
+
+def kept_media(config: Config) -> KeptMedia | None:
+    """Where eval samples go as files; None: nowhere."""
+    directory, limit = config.eval_media
+    return None if directory is None else KeptMedia(directory.resolve(), config.playback_fps, limit)
 
 
 def client_settings(config: Config) -> SGLangSettings:
@@ -125,25 +141,21 @@ def server_settings(config: Config) -> ServerSettings:
     )
 
 
-def _absolute(function: str | None) -> str | None:
-    """`file.py:function` with the file's full path: workers run elsewhere."""
-    if function is None or not function.rpartition(":")[0].endswith(".py"):
-        return function
-    file, _, name = function.rpartition(":")
-    return f"{Path(file).resolve()}:{name}"
-
-
 def trainer_job(config: Config, spec: TrainerSpec, worker: WorkerSettings) -> TrainerJob:
     algorithm = config.algorithm
     return TrainerJob(
         worker=worker,
         spec=replace(spec, checkpoint=spec.checkpoint.resolve()),
+        ranks_per_node=config.cluster.actor_num_gpus_per_node,
+        load_at_once=config.cluster.load_ranks_at_once or config.cluster.actor_num_gpus_per_node,
         seed=config.run.seed,
         num_steps=config.num_steps,
         critic_loss_space=algorithm.dmd2_critic_loss_space,
         tell_stop_step=algorithm.dmd2_critic_conditioning == "stop_step",
         score_sigma_range=algorithm.dmd2_score_sigma_range,
         score_shift=config.score_shift,
+        part_shifts=tuple(config.part_shifts.items()),
+        part_weights=config.part_weights,
         score_sigma_law=algorithm.dmd2_score_sigma_law,
         score_sigma_logit=(algorithm.dmd2_score_sigma_logit_mean, algorithm.dmd2_score_sigma_logit_std),
         critic_scoring=algorithm.dmd2_critic_scoring,

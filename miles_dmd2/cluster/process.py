@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import logging
 import os
 import select
 import sys
 import threading
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import torch
 
 from miles_dmd2.cluster.settings import WorkerSettings
 from miles_dmd2.models.base import ModelAdapter
 from miles_dmd2.models.registry import build_adapter
+
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def set_up(name: str, settings: WorkerSettings) -> ModelAdapter:
@@ -27,6 +24,8 @@ def set_up(name: str, settings: WorkerSettings) -> ModelAdapter:
     """
     if settings.driver_pid is not None:
         end_with(settings.driver_pid)
+    if settings.device == "cuda":
+        exact_pinned_memory()
     torch.set_num_threads(settings.threads)
     sys.path.extend(entry for entry in settings.python_path if entry not in sys.path)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -40,7 +39,17 @@ def set_up(name: str, settings: WorkerSettings) -> ModelAdapter:
     logger = logging.getLogger("miles_dmd2")
     logger.setLevel(logging.INFO)
     logger.info("pid %d, torch %s, %d threads", os.getpid(), torch.__version__, settings.threads)
-    return build_adapter(settings.checkpoint, settings.height, settings.width, settings.num_frames)
+    return build_adapter(settings.checkpoint, settings.height, settings.width, settings.num_frames, settings.seconds)
+
+
+def exact_pinned_memory() -> None:
+    """torch rounds each block of pinned memory up to a power of two (2.13 and 2.14): up to twice as much.
+    From here on only small ones, in this process and the server that it starts. A user's own setting stays.
+
+    Before the first use of the allocator, which reads the variable once.
+    """
+    if not any(os.environ.get(name) for name in _ALLOCATOR_VARIABLES):
+        os.environ[_ALLOCATOR_VARIABLES[0]] = "pinned_max_round_threshold_mb:1"
 
 
 def end_with(pid: int) -> None:
@@ -63,25 +72,3 @@ def end_with(pid: int) -> None:
 
 def dtype_of(name: str) -> torch.dtype:
     return {"fp32": torch.float32, "bf16": torch.bfloat16}[name]
-
-
-def load_function(path: str) -> Callable[..., Any]:
-    """`package.module:function` or `some/file.py:function`. ValueError that names what is missing."""
-    location, _, name = path.rpartition(":")
-    if not location or not name:
-        raise ValueError(f"{path!r} is not of the form module:function or file.py:function")
-    if location.endswith(".py"):
-        file = Path(location)
-        if not file.is_file():
-            raise ValueError(f"{path!r}: there is no file {location}")
-        spec = importlib.util.spec_from_file_location(file.stem, file)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    else:
-        module = importlib.import_module(location)
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise ValueError(f"{path!r}: {location} has no function {name}")
-    return function  # type: ignore[no-any-return]

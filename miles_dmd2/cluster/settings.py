@@ -9,6 +9,7 @@ from typing import Literal
 
 from miles_dmd2.config import TrainerSpec
 from miles_dmd2.engines.sglang.pool import SGLangSettings
+from miles_dmd2.media.store import KeptMedia
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,7 @@ class WorkerSettings:
     height: int | None
     width: int | None
     num_frames: int | None
+    seconds: float | None
     forward_dtype: Literal["fp32", "bf16"]
     device: Literal["cpu", "cuda"]
     threads: int
@@ -50,9 +52,10 @@ class ServerSettings:
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """`eval_metrics`: module:function or file.py:function, None for none. `media_directory`: eval pictures.
+    """`eval_metrics`, `reward`: module:function or file.py:function, None for none. `media_directory`: contact sheets
+    of evals; `kept_media`: where single samples go, if anywhere. `own_weights`: serve the checkpoint's without a push.
 
-    `batch_size` and `latents` (file of real latents, None for backward simulation): of the local engine; `client` and
+    `latents`: file of real latents, None for backward simulation. `batch_size`: of the local engine; `client` and
     `servers`: of the SGLang engine, None for the local one.
     """
 
@@ -63,6 +66,9 @@ class EngineSettings:
     client: SGLangSettings | None = None
     servers: ServerSettings | None = None
     latents: Path | None = None
+    reward: str | None = None
+    kept_media: KeptMedia | None = None
+    own_weights: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +80,16 @@ class TrainerJob:
 
     worker: WorkerSettings
     spec: TrainerSpec
+    ranks_per_node: int
+    load_at_once: int  # ranks of a node
     seed: int
     num_steps: int
     critic_loss_space: Literal["velocity", "x0", "eps"]
     tell_stop_step: bool
     score_sigma_range: tuple[float, float]
     score_shift: float
+    part_shifts: tuple[tuple[str, float], ...]
+    part_weights: Mapping[str, float]
     score_sigma_law: Literal["uniform", "logit_normal"]
     score_sigma_logit: tuple[float, float]  # mean and standard deviation
     critic_scoring: Literal["fused", "original"]

@@ -64,19 +64,22 @@ class TrainerWorker:
         self._store = open_rendezvous(host, self._job.spec.num_ranks, self._job.start_timeout)
         return host, self._store.port
 
-    def build(self, host: str, port: int, saved: SavedState | None, uncond: dict[str, Array] | None) -> None:
-        """Join the group, load networks (and a checkpoint's state), go to sleep."""
+    def join(self, host: str, port: int) -> None:
+        """Become a rank of the group. A collective."""
         spec = self._job.spec
         store = self._store or join_rendezvous(host, port, spec.num_ranks, self._job.start_timeout)
-        ranks = init_ranks(
+        self._ranks = init_ranks(
             self._rank,
             spec.num_ranks,
             store=store,
             device=self._job.worker.device,
             timeout_s=self._job.collective_timeout,
         )
+
+    def build(self, saved: SavedState | None, uncond: dict[str, Array] | None) -> None:
+        """Load networks (and a checkpoint's state), go to sleep. No collective: ranks may take turns."""
         cond = None if uncond is None else unpack_tensors(uncond)
-        self._trainer = build_trainer(self._job, self._adapter, ranks, cond)
+        self._trainer = build_trainer(self._job, self._adapter, self._ranks, cond)
         if saved is not None:
             self._trainer.load(saved.directory, saved.counters, saved.world_size)
         self._trainer.sleep()
@@ -164,12 +167,20 @@ class RayTrainerGroup:
     def build(self, saved: SavedState | None, uncond: Conditioning | None = None) -> None:
         """Introduce the ranks to each other and let them load; returns when all are asleep.
 
+        A rank has whole networks in host memory until it has cut its part: of each node `load_at_once` load at a time.
         `uncond`: conditioning of a guided teacher's unconditional forward.
         """
         ((host, port),) = wait([self._workers[0].open_rendezvous.remote()], self._start_timeout, self._starting)
+        wait([worker.join.remote(host, port) for worker in self._workers], self._start_timeout, self._starting)
         packed = None if uncond is None else pack_tensors(uncond)
-        building = [worker.build.remote(host, port, saved, packed) for worker in self._workers]
-        wait(building, self._start_timeout, self._starting)
+        for first in range(0, self._job.ranks_per_node, self._job.load_at_once):
+            turn = range(first, first + self._job.load_at_once)
+            building = [
+                worker.build.remote(saved, packed)
+                for rank, worker in enumerate(self._workers)
+                if rank % self._job.ranks_per_node in turn
+            ]
+            wait(building, self._start_timeout, self._starting)
 
     def wake(self) -> None:
         self._all("wake")
@@ -253,6 +264,7 @@ def build_trainer(
             ema_start=job.student_ema_start,
             normalizer=job.normalizer,
             normalizer_eps=job.normalizer_eps,
+            part_weights=job.part_weights,
         )
     return CriticTrainer(
         _settings(job),
@@ -265,12 +277,13 @@ def build_trainer(
         scoring=job.critic_scoring,
         guidance=None if uncond is None else Guidance(job.teacher_guidance_scale, uncond),
         told_stop_steps=job.num_steps if job.tell_stop_step else None,
+        part_weights=job.part_weights,
     )
 
 
 def _score_sigma(job: TrainerJob) -> ScoreSigma:
     (lo, hi), (mean, std) = job.score_sigma_range, job.score_sigma_logit
-    return ScoreSigma(lo, hi, job.score_shift, law=job.score_sigma_law, logit_mean=mean, logit_std=std)
+    return ScoreSigma(lo, hi, job.score_shift, job.part_shifts, law=job.score_sigma_law, logit_mean=mean, logit_std=std)
 
 
 def _start(job: TrainerJob, adapter: ModelAdapter) -> nn.Module:

@@ -18,7 +18,6 @@ RUN_MARKER = "run.json"  # a run writes it into its directory when all its proce
 MANIFEST = "manifest.json"  # a checkpoint writes it last: with it, the checkpoint is complete
 _STEP = re.compile(r"step_(\d+)")
 _LARGEST_HEADER = 100 * 2**20
-_REQUIRED = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
 _WEIGHTED = ("transformer", "vae", "text_encoder")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _BYTES = {  # of a value, by safetensors' name of its dtype; sizes of others are not checked
@@ -29,19 +28,22 @@ _BYTES = {  # of a value, by safetensors' name of its dtype; sizes of others are
 }
 
 
-def check_checkpoint(path: Path, known_classes: Collection[str], flag: str = "--hf-checkpoint") -> None:
-    """A diffusers pipeline directory of a known class whose parts are there, with weights that were not cut short."""
+def check_checkpoint(path: Path, known: Mapping[str, Collection[str]], flag: str = "--hf-checkpoint") -> None:
+    """A diffusers pipeline directory of a known class whose parts are there, with weights that were not cut short.
+
+    known: pipeline class -> the parts that it must have.
+    """
     where = f"{flag} {show(path)}"
     if not path.is_dir():
         what = "is a file" if path.is_file() else "no such directory"
         raise ConfigError(f"{where}: {what}; give the directory of a diffusers pipeline (it holds model_index.json)")
     index = _read_json(path / "model_index.json", where)
     found = index.get("_class_name")
-    if not isinstance(found, str) or found not in known_classes:
-        known = ", ".join(sorted(known_classes))
-        raise ConfigError(f"{where}: model_index.json has _class_name {show(found)}; this version trains {known}")
+    if not isinstance(found, str) or found not in known:
+        classes = ", ".join(sorted(known))
+        raise ConfigError(f"{where}: model_index.json has _class_name {show(found)}; this version trains {classes}")
     parts = [name for name, value in index.items() if _is_part(name, value)]
-    for name in _REQUIRED:
+    for name in known[found]:
         if name not in parts:
             raise ConfigError(f"{where}: model_index.json names no {name}; a {found} has one, give a complete pipeline")
     for name in parts:
@@ -104,6 +106,20 @@ def check_writable(path: Path, flag: str) -> None:
         raise ConfigError(f"{flag} {show(path)}: {show(there)} is not writable; give another directory")
 
 
+def check_eval_media(config: Config) -> None:
+    """The directory for eval samples can be written, and holds no other run's: files of one name would be replaced."""
+    directory = config.evaluation.save_eval_media_dir
+    if directory is None:
+        return
+    check_writable(directory, "--save-eval-media-dir")
+    held = next(iter(sorted(directory.glob("eval_*/index.jsonl"))), None)
+    if held is not None and config.run.load is None:
+        raise ConfigError(
+            f"--save-eval-media-dir {show(directory)}: holds the samples of another run ({held.parent.name}); give a "
+            "directory of its own, files to compare have the same names in both"
+        )
+
+
 def check_devices(config: Config, cpu_count: int, cuda_count: int) -> None:
     """For a run that starts its own Ray on this machine: no more ranks than devices. On cpu a device is a core."""
     cluster = config.cluster
@@ -127,12 +143,15 @@ def check_packages(config: Config) -> None:
     """What an option needs beyond the project's own dependencies is installed."""
     if config.run.use_wandb and importlib.util.find_spec("wandb") is None:
         raise ConfigError("--use-wandb: the package wandb is not installed; pip install wandb, or leave it out")
-    source = (config.evaluation.eval_metrics_path or "").rpartition(":")[0]
-    if source.endswith(".py") and not Path(source).is_file():
-        raise ConfigError(
-            f"--eval-metrics-path {config.evaluation.eval_metrics_path}: no such file {show(source)}; give "
-            "module:function or file.py:function"
-        )
+    for flag, function in (
+        ("--eval-metrics-path", config.evaluation.eval_metrics_path),
+        ("--custom-rm-path", config.rollout.custom_rm_path),
+    ):
+        source = (function or "").rpartition(":")[0]
+        if source.endswith(".py") and not Path(source).is_file():
+            raise ConfigError(
+                f"{flag} {function}: no such file {show(source)}; give module:function or file.py:function"
+            )
 
 
 def _is_part(name: str, value: object) -> bool:

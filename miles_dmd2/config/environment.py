@@ -19,6 +19,7 @@ _SESSION_BYTES = 64 * 2**20  # logs and sockets of Ray
 _WANDB_HOST = "api.wandb.ai"
 _WANDB_KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 _FP32 = 4
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 def check_environment(config: Config, parameters: int, variables: Mapping[str, str] | None = None) -> None:
@@ -29,6 +30,16 @@ def check_environment(config: Config, parameters: int, variables: Mapping[str, s
         _check_session_root()
     if config.run.use_wandb and config.run.wandb_mode == "online":
         _check_wandb_login(os.environ if variables is None else variables)
+
+
+def host_bytes() -> int:
+    """Memory of this machine, or of the container that this process is in if that has less."""
+    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = _CGROUP_LIMIT.read_text().strip()
+    except OSError:  # no container, or cgroups of version 1
+        return installed
+    return min(installed, int(limit)) if limit.isdigit() else installed
 
 
 def checkpoint_bytes(config: Config, parameters: int) -> int:

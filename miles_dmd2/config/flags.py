@@ -215,7 +215,8 @@ def _add_flag(group: Any, option: Option) -> None:
         group.add_argument(option.flag, dest=option.name, action=_Once, nargs=2, metavar=("LO", "HI"), help=text)
     else:
         metavar = f"{{{','.join(option.choices)}}}" if option.choices else option.metavar
-        group.add_argument(option.flag, dest=option.name, action=_Once, metavar=metavar, help=text)
+        alone: dict[str, Any] = {} if option.alone is None else {"nargs": "?", "const": option.alone}
+        group.add_argument(option.flag, dest=option.name, action=_Once, metavar=metavar, help=text, **alone)
 
 
 def _read_flags(argv: Sequence[str]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 from miles_dmd2.config.errors import ConfigError, nearest, show
 from miles_dmd2.config.schema import Config
-from miles_dmd2.config.section import LARGEST, LARGEST_SEED, Section
+from miles_dmd2.config.section import LARGEST, LARGEST_SEED, Alone, Section
 from miles_dmd2.config.sglang import PassedOn
 
 # A run may be continued with other values of these; all others are part of what the numbers depend on.
@@ -48,13 +48,19 @@ RESUME_MAY_CHANGE = frozenset(
         "engine_max_in_flight",
         "engine_max_restarts",
         "num_gpus_per_node",
+        "gpu_memory_gb",
+        "host_memory_gb",
+        "load_ranks_at_once",
         "ray_address",
         "cpu_threads",
         "start_timeout",
         "phase_timeout",
         "max_skipped_steps",
         "max_x0_drift",
+        "save_eval_media_dir",
+        "diffusion_fps",
         "use_wandb",
+        "wandb_log_num_images",
         "wandb_project",
         "wandb_mode",
     }
@@ -78,6 +84,11 @@ class Option:
     def prefix(self) -> str | None:
         """Of a field that collects another program's flags; None for the others."""
         return next((part.prefix for part in self.info.metadata if isinstance(part, PassedOn)), None)
+
+    @property
+    def alone(self) -> str | None:
+        """Of a flag that may stand without a value: what it then means."""
+        return next((part.value for part in self.info.metadata if isinstance(part, Alone)), None)
 
     @property
     def description(self) -> str:

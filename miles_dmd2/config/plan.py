@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from miles_dmd2.config.clock import StudentClock
+from miles_dmd2.config.memory import MemoryPlan, memory_tree
 from miles_dmd2.config.options import OPTIONS, flatten
 from miles_dmd2.config.schema import Config
 from miles_dmd2.config.sglang import SHARED_MEMORY
@@ -84,8 +85,8 @@ class Plan:
     notes: tuple[str, ...]
 
 
-def build_plan(config: Config, trainers: Sequence[TrainerSpec]) -> Plan:
-    """The plan of a resolved run. Pure arithmetic: nothing is opened, nothing is started."""
+def build_plan(config: Config, trainers: Sequence[TrainerSpec], notes: Sequence[str] = ()) -> Plan:
+    """The plan of a resolved run. Pure arithmetic: nothing is opened, nothing is started. `notes`: more of them."""
     rollout, per_node = config.rollout, config.cluster.actor_num_gpus_per_node
     critic = next(trainer for trainer in trainers if trainer.role == "critic")
     has_eval = config.evaluation.eval_prompt_data is not None
@@ -113,7 +114,7 @@ def build_plan(config: Config, trainers: Sequence[TrainerSpec]) -> Plan:
         eval_every=config.eval_every,
         eval_kinds=(("raw", "ema") if config.keeps_ema else ("raw",)) if has_eval else (),
         checkpoints=-(-rollout.num_rollout // (config.run.save_interval or rollout.num_rollout)),
-        notes=_notes(config, critic),
+        notes=(*_notes(config, critic), *notes),
     )
 
 
@@ -202,7 +203,8 @@ def _score_sigma(config: Config) -> str:
     shift = config.score_shift
     logit = algorithm.dmd2_score_sigma_law == "logit_normal"
     law = f"logit-normal ({mean:g}, {std:g})" if logit else "uniform"
-    text = f"{law} in [{low:g}, {high:g}], shift {shift:g}"
+    own = "".join(f", {name} {value:g}" for name, value in config.part_shifts.items())
+    text = f"{law} in [{low:g}, {high:g}], shift {shift:g}{own}"
     if shift == 1:
         return text
     end = high if shift > 1 else low
@@ -238,6 +240,12 @@ def _notes(config: Config, critic: TrainerSpec) -> tuple[str, ...]:
         notes.append(
             f"--diffusion-sigmas starts at {config.explicit_sigmas[0]:g}: rollouts scale the initial noise by it, "
             "plain diffusers pipelines do not"
+        )
+    frames = config.model.diffusion_num_frames
+    if config.eval_media[0] is not None and config.evaluation.diffusion_fps is None and frames != 1:
+        notes.append(
+            f"clips are written to play at {config.playback_fps:g} frames per second, for want of --diffusion-fps; "
+            "sound that was made for another rate will not fit"
         )
     if config.rollout_seed != config.run.seed:
         notes.append(
@@ -293,17 +301,19 @@ def _evals(plan: Plan) -> str:
     )
 
 
-def plan_yaml(config: Config, plan: Plan) -> str:
-    """The resolved options, by section, and the plan under `plan`: one YAML document that --config reads back."""
+def plan_yaml(config: Config, plan: Plan, memory: MemoryPlan | None = None) -> str:
+    """The resolved options, by section, and the plan under `plan`: one YAML document that --config reads back.
+
+    `memory`: what each node runs and holds, in the plan under `nodes`.
+    """
     flat = flatten(config.resolved())
     parts = []
     for section in dict.fromkeys(option.section for option in OPTIONS.values()):
         options = [option for option in OPTIONS.values() if option.section == section]
         body = {option.name.replace("_", "-"): flat[option.name] for option in options}
         parts.append(f"# {options[0].title}\n{_dump(body)}")
-    parts.append(
-        f"# Derived from the options above; --config does not read it\n{_dump({'plan': _plain(asdict(plan))})}"
-    )
+    derived = _plain(asdict(plan)) | ({} if memory is None else {"nodes": memory_tree(memory)})
+    parts.append(f"# Derived from the options above; --config does not read it\n{_dump({'plan': derived})}")
     return "\n".join(parts)
 
 

@@ -12,10 +12,21 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from miles_dmd2.config.section import Beta, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, Seed
-from miles_dmd2.config.sglang import SGLangSection, check_local, check_sglang, check_student
+from miles_dmd2.config.functions import check_form
+from miles_dmd2.config.parts import VISUAL, parse_parts, written
+from miles_dmd2.config.section import (
+    Alone,
+    Beta,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    Seed,
+)
+from miles_dmd2.config.sglang import SGLangSection, check_local, check_sglang
 
 # Mean |x0 of the trainer - x0 of the engine| that a run may have, by dtype of the forwards: see docs/running.md.
 MAX_X0_DRIFT = {"fp32": 1e-3, "bf16": 0.05}
@@ -23,6 +34,7 @@ START_TIMEOUT = {"local": 180.0, "sglang": 600.0}  # a server imports for a minu
 LOCAL_BATCH_SIZE = 64
 DEFAULT_STEPS = 4
 LARGEST_GRID = 1000
+FALLBACK_FPS = 8.0
 
 
 class ModelSection(Section):
@@ -36,7 +48,19 @@ class ModelSection(Section):
     diffusion_height: PositiveInt | None = Field(None, description="height in pixels (default: the checkpoint's own)")
     diffusion_width: PositiveInt | None = Field(None, description="width in pixels (default: the checkpoint's own)")
     diffusion_num_frames: PositiveInt | None = Field(None, description="frames of a clip (default: the family's own)")
+    diffusion_duration: PositiveFloat | None = Field(
+        None, description="seconds of a clip instead, of a family with a frame rate of its own, up to what it can make"
+    )
     forward_dtype: Literal["fp32", "bf16"] = Field("fp32", description="dtype of forwards; master weights stay fp32")
+
+    @model_validator(mode="after")
+    def _one_length(self) -> ModelSection:
+        if self.diffusion_num_frames is not None and self.diffusion_duration is not None:
+            raise ValueError(
+                f"--diffusion-duration {self.diffusion_duration:g}: the length is --diffusion-num-frames "
+                f"{self.diffusion_num_frames}; leave one of them out"
+            )
+        return self
 
 
 class AlgorithmSection(Section):
@@ -94,7 +118,13 @@ class AlgorithmSection(Section):
         (0.02, 0.98), description="LO HI: score sigma is spread over it, shifted by --fsdp-flow-shift, clamped to it"
     )
     fsdp_flow_shift: str = Field(
-        "1.0", description="shift of the trainers' score sigma: K, or visual=K (audio=K where the family has sound)"
+        "1.0",
+        description="shift of the trainers' score sigma: K, or visual=K,audio=K where the family has sound (default of "
+        "the sound: its release's level beside the picture's)",
+    )
+    dmd2_part_weights: str = Field(
+        "1.0",
+        description="weights of the losses of a latent's parts, as visual=1,audio=1; 0, or not named: no loss on it",
     )
     dmd2_critic_steps_per_student_step: PositiveInt | None = Field(
         None,
@@ -145,10 +175,15 @@ class AlgorithmSection(Section):
                 )
         return self
 
-    @field_validator("fsdp_flow_shift", mode="before")
+    @field_validator("fsdp_flow_shift", "dmd2_part_weights", mode="before")
     @classmethod
-    def _normal_form(cls, value: object) -> str:
-        return str(parse_flow_shift(str(value)))
+    def _normal_form(cls, value: object, info: ValidationInfo) -> str:
+        values = parse_parts(str(value))
+        if info.field_name == "fsdp_flow_shift" and min(values.values()) == 0:
+            raise ValueError("a shift must be > 0; 1 changes nothing")
+        if not any(values.values()):
+            raise ValueError("one of the parts must have a weight above 0, or nothing is trained")
+        return written(values)
 
 
 class RolloutSection(Section):
@@ -161,7 +196,7 @@ class RolloutSection(Section):
     rollout_batch_size: PositiveInt = Field(description="prompts per rollout")
     n_samples_per_prompt: PositiveInt = Field(1, description="samples per prompt")
     global_batch_size: PositiveInt | None = Field(
-        None, description="samples per rollout; must equal rollout-batch-size x n-samples-per-prompt (default: it)"
+        None, description="samples per rollout; must equal rollout-batch-size x n-samples-per-prompt (default: that)"
     )
     diffusion_num_steps: Annotated[int, Field(gt=0, le=LARGEST_GRID)] | None = Field(
         None, description="student steps N (default: 4, or as many as --diffusion-sigmas has)"
@@ -188,7 +223,27 @@ class RolloutSection(Section):
         LOCAL_BATCH_SIZE, description="samples per student forward in the local engine"
     )
     rm_type: Literal["none"] = Field("none", description="reward: none (constant 0, no scorer, no decode in training)")
+    custom_rm_path: str | None = Field(
+        None,
+        description="module:function or file.py:function that scores samples, async or not: list[RolloutSample] -> "
+        "list[float]; training samples are decoded for it",
+    )
+    rollout_video_dtype: Literal["uint8", "fp32"] = Field(
+        "uint8", description="dtype of decoded media in training and evals: uint8, or fp32 in [0, 1] without rounding"
+    )
+    debug_rollout_only: Annotated[Literal["train", "eval"] | None, Alone("train")] = Field(
+        None, description="no trainers, the checkpoint's own weights: its rollouts (train), or the eval set once (eval)"
+    )
+    reference_transformer: Path | None = Field(
+        None,
+        description="with --debug-rollout-only eval: a transformer (or its pipeline) in place of the checkpoint's",
+    )
     rollout_seed: Seed | None = Field(None, description="seed of prompt order, noise and stop steps (default: --seed)")
+
+    @field_validator("custom_rm_path")
+    @classmethod
+    def _module_and_function(cls, value: str | None) -> str | None:
+        return check_form(value, "my_rewards:score")
 
     @field_validator("diffusion_sigmas", mode="before")
     @classmethod
@@ -217,6 +272,14 @@ class EvalSection(Section):
         description="eval every so many rollouts, beside rollout 0 and after the last (default: only those)",
     )
     eval_samples_per_prompt: PositiveInt = Field(1, description="samples per eval prompt, with seeds fixed for the run")
+    save_eval_media_dir: Path | None = Field(
+        None,
+        description="keep every eval sample in it as a file, in eval_<rollout>/ with an index.jsonl (default: contact "
+        "sheets alone)",
+    )
+    diffusion_fps: PositiveFloat | None = Field(
+        None, description="playback rate of clips that are written, in frames per second (default: 8)"
+    )
     eval_metrics_path: str | None = Field(
         None,
         description="module:function or file.py:function, called on each eval: list[RolloutSample] -> dict[str, float]",
@@ -225,11 +288,7 @@ class EvalSection(Section):
     @field_validator("eval_metrics_path")
     @classmethod
     def _module_and_function(cls, value: str | None) -> str | None:
-        source, _, function = (value or "").rpartition(":")
-        named = source.endswith(".py") or all(part.isidentifier() for part in source.split("."))
-        if value is not None and not (named and function.isidentifier()):
-            raise ValueError("must be module:function or file.py:function, for example recipes.digits.metrics:evaluate")
-        return value
+        return check_form(value, "recipes.digits.metrics:evaluate")
 
 
 class TrainerSection(Section):
@@ -269,6 +328,16 @@ class ClusterSection(Section):
     colocate: bool = Field(True, description="trainer groups and engines share the same devices and take turns")
     ray_address: str | None = Field(None, description="a running cluster, or `auto` (default: start one for this run)")
     cpu_threads: PositiveInt | None = Field(None, description="torch threads per worker (default: cores / ranks)")
+    gpu_memory_gb: PositiveFloat | None = Field(
+        None, description="memory of one GPU in 10^9 bytes, for the memory plan (default: this machine's; none on cpu)"
+    )
+    host_memory_gb: PositiveFloat | None = Field(
+        None, description="memory of one host, for the memory plan (default: this machine's; none with --ray-address)"
+    )
+    load_ranks_at_once: PositiveInt | None = Field(
+        None,
+        description="ranks of a node that load at a time, each with whole fp32 networks on the host (default: all)",
+    )
     start_timeout: PositiveFloat | None = Field(
         None, description="seconds for processes to come up (default: 180, with SGLang servers 600)"
     )
@@ -319,6 +388,9 @@ class RunSection(Section):
         "with fp32 forwards, 0.05 with bf16)",
     )
     use_wandb: bool = Field(False, description="log to Weights & Biases")
+    wandb_log_num_images: NonNegativeInt = Field(
+        8, description="eval samples, pictures or clips, that wandb shows of each eval and kind of weights"
+    )
     wandb_project: str = Field("miles_dmd2", description="wandb project")
     wandb_mode: Literal["online", "offline"] = Field("online", description="wandb mode")
     trainer_config: tuple[TrainerEntry, ...] | None = Field(
@@ -342,10 +414,10 @@ class Config(BaseModel):
     run: RunSection
 
     @property
-    def canvas(self) -> tuple[int | None, int | None, int | None]:
-        """Height, width and frames; None stands for the family's own."""
+    def canvas(self) -> tuple[int | None, int | None, int | None, float | None]:
+        """Height, width, and frames or seconds; None stands for the family's own."""
         model = self.model
-        return (model.diffusion_height, model.diffusion_width, model.diffusion_num_frames)
+        return model.diffusion_height, model.diffusion_width, model.diffusion_num_frames, model.diffusion_duration
 
     @property
     def samples_per_rollout(self) -> int:
@@ -400,7 +472,18 @@ class Config(BaseModel):
 
     @property
     def score_shift(self) -> float:
-        return parse_flow_shift(self.algorithm.fsdp_flow_shift)
+        """The picture's."""
+        return parse_parts(self.algorithm.fsdp_flow_shift)[VISUAL]
+
+    @property
+    def part_shifts(self) -> dict[str, float]:
+        """Score shifts of parts beside the picture, where they are not the release's."""
+        shifts = parse_parts(self.algorithm.fsdp_flow_shift)
+        return {name: shift for name, shift in shifts.items() if name != VISUAL}
+
+    @property
+    def part_weights(self) -> dict[str, float]:
+        return parse_parts(self.algorithm.dmd2_part_weights)
 
     @property
     def stop_law(self) -> Literal["full", "per_sample", "shared", "round_robin"]:
@@ -412,6 +495,20 @@ class Config(BaseModel):
     def eval_every(self) -> int:
         """Evals are due at rollout 0, at its multiples, and after the last rollout."""
         return self.evaluation.eval_interval or self.rollout.num_rollout
+
+    @property
+    def eval_media(self) -> tuple[Path | None, int | None]:
+        """Where eval samples go as files (None: nowhere), and how many of each eval (None: all)."""
+        if self.evaluation.save_eval_media_dir is not None:
+            return self.evaluation.save_eval_media_dir, None
+        if self.rollout.debug_rollout_only == "eval":  # which is run for its files
+            return self.run.run_dir / "eval", None
+        shown = self.run.wandb_log_num_images if self.run.use_wandb else 0
+        return (self.run.run_dir / "eval", shown) if shown and self.evaluation.eval_prompt_data else (None, None)
+
+    @property
+    def playback_fps(self) -> float:
+        return self.evaluation.diffusion_fps or FALLBACK_FPS
 
     @property
     def keeps_ema(self) -> bool:
@@ -452,6 +549,7 @@ class Config(BaseModel):
         self._check_evaluation()
         self._check_placement()
         self._check_retention()
+        self._check_rollout_only()
         if self.rollout.rollout_engine == "local":
             check_local(self.sglang)
         else:
@@ -468,8 +566,26 @@ class Config(BaseModel):
                     f"--phase-timeout {phase:g}: must be more than --engine-request-timeout {wait:g}, or no request "
                     "can be made again; raise one or lower the other"
                 )
-            check_student(self.algorithm.dmd2_student_sample_type, self.algorithm.dmd2_student_input)
         return self
+
+    def _check_rollout_only(self) -> None:
+        only, reference = self.rollout.debug_rollout_only, self.rollout.reference_transformer
+        if reference is not None and only != "eval":
+            raise ValueError(
+                f"--reference-transformer {reference}: is rendered by --debug-rollout-only eval; add it, or drop this"
+            )
+        if reference is not None and self.sglang.rollout_engine_url:
+            raise ValueError(
+                f"--reference-transformer {reference}: servers of --rollout-engine-url hold another one already; "
+                "give --sglang-python instead of them"
+            )
+        if only == "eval" and self.evaluation.eval_prompt_data is None:
+            raise ValueError("--debug-rollout-only eval: nothing is evaluated without --eval-prompt-data; give a file")
+        if only is not None and self.run.load is not None:
+            raise ValueError(
+                f"--load {self.run.load}: --debug-rollout-only {only} takes the weights of --hf-checkpoint (which "
+                "may be a run's student_raw or student_ema); leave it out"
+            )
 
     def _check_retention(self) -> None:
         run, evaluation = self.run, self.evaluation
@@ -529,7 +645,12 @@ class Config(BaseModel):
         section = self.evaluation
         if section.eval_prompt_data is not None:
             return
-        for name, unset in (("eval_interval", None), ("eval_samples_per_prompt", 1), ("eval_metrics_path", None)):
+        for name, unset in (
+            ("eval_interval", None),
+            ("eval_samples_per_prompt", 1),
+            ("eval_metrics_path", None),
+            ("save_eval_media_dir", None),
+        ):
             value = getattr(section, name)
             if value != unset:
                 raise ValueError(
@@ -567,22 +688,3 @@ def parse_sigmas(parts: Sequence[str]) -> tuple[float, ...]:
     if not all(here > there for here, there in pairwise(rounded)):
         raise ValueError("must decrease from one sigma to the next, at most to a terminal 0")
     return tuple(sigmas)
-
-
-def parse_flow_shift(text: str) -> float:
-    """The score shift in `5` or `visual=5`. ValueError: another modality, one twice, not a finite number above 0."""
-    shifts: dict[str, float] = {}
-    for part in text.split(","):
-        modality, equals, number = part.strip().rpartition("=")
-        modality = modality.strip() if equals else "visual"
-        if modality == "audio":
-            raise ValueError("audio: no model family of this version has sound; give visual=K, or K alone")
-        if modality != "visual" or modality in shifts:
-            raise ValueError("must be K, or visual=K, for example 5 or visual=5")
-        try:
-            shifts[modality] = float(number)
-        except ValueError:
-            raise ValueError("must be a number K > 0, or visual=K, for example 5 or visual=5") from None
-        if not 0 < shifts[modality] < float("inf"):
-            raise ValueError("the shift must be a finite number > 0; 1 changes nothing")
-    return shifts["visual"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
@@ -14,6 +15,13 @@ Seed = Annotated[int, Field(ge=0, le=LARGEST_SEED)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """Marks a field whose flag may stand without a value, and the value that it then has."""
+
+    value: str
 
 
 class Section(BaseModel):

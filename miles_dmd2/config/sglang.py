@@ -164,19 +164,6 @@ def check_sglang(section: SGLangSection, *, engines: int | None, batch_size_give
         )
 
 
-def check_student(sample_type: str, student_input: str) -> None:
-    """ValueError: a student whose samples only the local engine can make (`sglang_wire.check_servable`)."""
-    for flag, value, served in (
-        ("--dmd2-student-sample-type", sample_type, "ode"),
-        ("--dmd2-student-input", student_input, "backward_simulation"),
-    ):
-        if value != served:
-            raise ValueError(
-                f"{flag} {value}: not available with --rollout-engine sglang yet; use {served}, or --rollout-engine "
-                "local"
-            )
-
-
 def _given(section: SGLangSection, *names: str) -> list[str]:
     """Flags of the fields (default: all) that differ from their defaults, as a user types them."""
     flags = []

@@ -23,15 +23,26 @@ class YamlFile:
 
 def read_text(path: Path, flag: str, what: str) -> str:
     """A file's text (UTF-8, a byte-order mark is dropped). ConfigError names the flag, the path and what is wrong."""
+    return decoded(read_bytes(path, flag, what), path, flag)
+
+
+def decoded(content: bytes, path: Path, flag: str) -> str:
+    """What was read from `path` as UTF-8 text without its byte-order mark. ConfigError: it is not UTF-8."""
     try:
-        mode = path.stat().st_mode
-        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-            raise ConfigError(f"{flag} {show(path)}: is a pipe or a device, which cannot be read twice; give {what}")
-        return path.read_bytes().decode("utf-8-sig")
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
         found = f"{path}:{line}: not UTF-8 (byte 0x{error.object[error.start]:02x})"
         raise ConfigError(f"{flag} {found}; save the file as UTF-8") from None
+
+
+def read_bytes(path: Path, flag: str, what: str) -> bytes:
+    """A file's content. ConfigError names the flag, the path and what is wrong."""
+    try:
+        mode = path.stat().st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            raise ConfigError(f"{flag} {show(path)}: is a pipe or a device, which cannot be read twice; give {what}")
+        return path.read_bytes()
     except FileNotFoundError:
         raise ConfigError(f"{flag} {show(path)}: no such file; give {what}") from None
     except IsADirectoryError:

@@ -3,27 +3,41 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
-import unicodedata
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
 from miles_dmd2.config.errors import ConfigError, show
-from miles_dmd2.config.yaml_input import read_text
+from miles_dmd2.config.yaml_input import decoded, read_bytes
+from miles_dmd2.data.pinned import check_pinned
 
 _WHAT = "a file with one prompt per line, or .jsonl with a prompt key on each line"
 _NOT_PROMPTS = frozenset({".csv", ".tsv", ".parquet", ".yaml", ".yml", ".xml", ".gz", ".zip", ".zst"})
-_BLANKS = frozenset("\t\n\v\f\r\x85")
+_MARK = b"\xef\xbb\xbf"
+_CONTROL = re.compile("[\0-\x08\x0e-\x1f\x7f-\x84\x86-\x9f]")  # Unicode's category Cc, less those that are blanks
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _LONGEST = 20_000  # characters; text encoders keep some hundred words
 
 
 @dataclass(frozen=True, slots=True)
 class PromptFile:
-    """The prompts of a file, in its order. `blank_lines`: lines without one, which are left out."""
+    """The prompts of a file, in its order, and what else was met in it.
+
+    blank_lines: lines without a prompt, which are left out. unfit: prompts left out because no tokenizer should be
+    given them (see `read_prompt_file`). carriage_returns: lines that end in CR LF or CR. sha256: of the whole file.
+    """
 
     prompts: tuple[str, ...]
+    lines: int
     blank_lines: int
+    unfit: int
+    carriage_returns: int
+    byte_order_mark: bool
+    sha256: str
 
 
 def load_prompts(path: Path, flag: str = "--prompt-data") -> list[str]:
@@ -31,34 +45,42 @@ def load_prompts(path: Path, flag: str = "--prompt-data") -> list[str]:
     return list(read_prompt_file(path, flag).prompts)
 
 
-def read_prompt_file(path: Path, flag: str = "--prompt-data") -> PromptFile:
+def read_prompt_file(path: Path, flag: str = "--prompt-data", *, leave_out_unfit: bool = False) -> PromptFile:
     """Text (one prompt per line, ends trimmed) or, by its suffix, jsonl. UTF-8 with or without a mark, any line ends.
 
-    ConfigError: unreadable, not UTF-8, no prompt in it, a jsonl line that holds none, JSON in a file not named .jsonl.
+    ConfigError: unreadable, not UTF-8, another content than the manifest beside it pins, no prompt in it, a jsonl line
+    that holds none, JSON in a file not named .jsonl; and, unless these are to be left out, a prompt with a control
+    character, half a surrogate pair, or of more than 20,000 characters.
     """
     path = Path(path)
-    text = read_text(path, flag, _WHAT)
     suffix = path.suffix.lower()
+    content = read_bytes(path, flag, _WHAT)
     if suffix == ".json":
         raise ConfigError(f"{flag} {path}: JSON that is not by lines; give {_WHAT}")
     if suffix in _NOT_PROMPTS:
         raise ConfigError(f"{flag} {path}: {suffix} files are not read; give {_WHAT}")
-    lines = [line.strip() for line in text.replace("\r\n", "\n").replace("\r", "\n").split("\n")]
+    text = decoded(content, path, flag)
+    sha256 = hashlib.sha256(content).hexdigest()
+    check_pinned(path, sha256, flag)
+    unix = text.replace("\r\n", "\n")
+    returns = len(text) - len(unix) + unix.count("\r")
+    lines = [line.strip() for line in unix.replace("\r", "\n").split("\n")]
     if lines[-1] == "":
         lines.pop()  # the end of the last line, not a line
     prompts = []
-    for number, line in enumerate(lines, 1):
-        if not line:
-            continue
-        where = f"{flag} {path}:{number}"
-        if suffix != ".jsonl":
-            _refuse_misnamed(line, where)
-        prompt = _from_json(line, where) if suffix == ".jsonl" else line
-        _check_text(prompt, where)
-        prompts.append(prompt)
+    unfit = 0
+    for where, prompt in _prompts(lines, suffix, f"{flag} {path}"):
+        fault = _unfit(prompt)
+        if fault is None:
+            prompts.append(prompt)
+        elif leave_out_unfit:
+            unfit += 1
+        else:
+            raise ConfigError(f"{where}: {fault}")
     if not prompts:
         raise ConfigError(f"{flag} {path}: holds no prompts; give {_WHAT}")
-    return PromptFile(tuple(prompts), len(lines) - len(prompts))
+    blank = len(lines) - len(prompts) - unfit
+    return PromptFile(tuple(prompts), len(lines), blank, unfit, returns, content.startswith(_MARK), sha256)
 
 
 def prompts_for_rollout(num_prompts: int, rollout_batch_size: int, rollout_id: int, seed: int) -> list[int]:
@@ -90,6 +112,17 @@ def _epoch_order(num_prompts: int, epoch: int, seed: int) -> tuple[int, ...]:
     return tuple(sorted(range(num_prompts), key=key))
 
 
+def _prompts(lines: list[str], suffix: str, file: str) -> Iterator[tuple[str, str]]:
+    """Where each prompt is, and the prompt; blank lines are passed over."""
+    for number, line in enumerate(lines, 1):
+        where = f"{file}:{number}"
+        if line and suffix == ".jsonl":
+            yield where, _from_json(line, where)
+        elif line:
+            _refuse_misnamed(line, where)
+            yield where, line
+
+
 def _from_json(line: str, where: str) -> str:
     try:
         record = json.loads(line, object_pairs_hook=_record)
@@ -103,8 +136,6 @@ def _from_json(line: str, where: str) -> str:
     prompt = record["prompt"]
     if not isinstance(prompt, str) or not prompt.strip():
         raise ConfigError(f"{where}: prompt {show(prompt)}: must be text that is not blank; fix or remove that line")
-    if not prompt.isascii() and any("\ud800" <= char <= "\udfff" for char in prompt):
-        raise ConfigError(f"{where}: prompt {show(prompt)}: holds half of a surrogate pair; fix or remove that line")
     return prompt.strip()
 
 
@@ -120,13 +151,16 @@ def _record(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return record
 
 
-def _check_text(prompt: str, where: str) -> None:
-    """Text that a tokenizer can be given: no control characters (of a binary file, say), and not a whole book."""
-    control = next((char for char in prompt if unicodedata.category(char) == "Cc" and char not in _BLANKS), None)
+def _unfit(prompt: str) -> str | None:
+    """Why a tokenizer should not be given this: control characters (of a binary file, say), or a whole book."""
+    control = _CONTROL.search(prompt)
     if control is not None:
-        raise ConfigError(f"{where}: holds the control character U+{ord(control):04X}; remove it, or give {_WHAT}")
+        return f"holds the control character U+{ord(control[0]):04X}; remove it, or give {_WHAT}"
+    if not prompt.isascii() and _SURROGATE.search(prompt):
+        return f"prompt {show(prompt)}: holds half of a surrogate pair; fix or remove that line"
     if len(prompt) > _LONGEST:
-        raise ConfigError(f"{where}: a prompt of {len(prompt)} characters, at most {_LONGEST} are read; give {_WHAT}")
+        return f"a prompt of {len(prompt)} characters, at most {_LONGEST} are read; give {_WHAT}"
+    return None
 
 
 def _refuse_misnamed(line: str, where: str) -> None:

@@ -11,7 +11,7 @@ import torch
 from miles_dmd2.algo import eval_seed, integer, key_seed, sample_seed, sigma_grid
 from miles_dmd2.config.clock import EVERY_ROLLOUT, StudentClock
 from miles_dmd2.data.prompts import prompts_for_rollout
-from miles_dmd2.types import RolloutRequest, SampleType
+from miles_dmd2.types import RolloutRequest, SampleType, VideoDtype
 
 StopLaw = Literal["full", "per_sample", "shared", "round_robin"]
 
@@ -30,7 +30,8 @@ def explicit_grid(sigmas: Sequence[float]) -> tuple[float, ...]:
 class TrainingRequests:
     """The requests of each rollout, in `num_windows` equal windows in sample-id order.
 
-    real_latents: prompt -> rows; then each sample starts from one of its prompt's, drawn uniformly.
+    real_latents: prompt -> rows; then each sample starts from one of its prompt's, drawn uniformly. scored: a reward
+    function reads the samples, so they are decoded; but for those of `unscored` prompts.
 
     stop_law: "full" runs every sample to its last step; "per_sample" and "shared" draw uniformly from 0..N-1, once
     per sample or once per rollout; "round_robin" takes 0, 1, ... N-1 in turn, one for each student step (rCM).
@@ -46,6 +47,9 @@ class TrainingRequests:
     sample_type: SampleType = "ode"
     clock: StudentClock = EVERY_ROLLOUT
     real_latents: Mapping[str, Sequence[int]] | None = None
+    scored: bool = False
+    unscored: frozenset[str] = frozenset()
+    video_dtype: VideoDtype = "uint8"
 
     def __call__(self, rollout_id: int) -> list[list[RolloutRequest]]:
         chosen = prompts_for_rollout(len(self.prompts), self.prompts_per_rollout, rollout_id, self.seed)
@@ -60,14 +64,18 @@ class TrainingRequests:
     def _request(self, rollout_id: int, sample_id: int, prompt: str) -> RolloutRequest:
         seed = sample_seed(self.seed, rollout_id, sample_id)
         stop_step = self._stop_step(rollout_id, sample_id)
+        scored = self.scored and prompt not in self.unscored
         return RolloutRequest(
             sample_id,
             prompt,
             seed,
             self.sigmas,
             stop_step,
+            decode=scored,
             sample_type=self.sample_type,
             real_latent=self._real_latent(rollout_id, sample_id, prompt),
+            scored=scored,
+            video_dtype=self.video_dtype,
         )
 
     def _real_latent(self, rollout_id: int, sample_id: int, prompt: str) -> int | None:
@@ -92,8 +100,12 @@ def eval_requests(
     sigmas: tuple[float, ...],
     seed: int,
     sample_type: SampleType = "ode",
+    *,
+    scored: bool = False,
+    unscored: frozenset[str] = frozenset(),
+    video_dtype: VideoDtype = "uint8",
 ) -> list[RolloutRequest]:
-    """Fixed prompts and seeds, all steps, decoded. Sample ids count from 0 in an id space of their own."""
+    """Fixed prompts and seeds, all steps, always decoded. Sample ids count from 0 in an id space of their own."""
     count = len(prompts) * samples_per_prompt
     return [
         RolloutRequest(
@@ -104,6 +116,8 @@ def eval_requests(
             stop_step=len(sigmas) - 2,
             decode=True,
             sample_type=sample_type,
+            scored=scored and prompts[i // samples_per_prompt] not in unscored,
+            video_dtype=video_dtype,
         )
         for i in range(count)
     ]

@@ -14,11 +14,21 @@ import torch
 from torch import Tensor
 
 from miles_dmd2.models.weights import checksum, mismatch, not_finite
-from miles_dmd2.types import Conditioning, RolloutRequest, RolloutSample, SampleType, WeightUpdate, WeightVersion
+from miles_dmd2.types import (
+    Conditioning,
+    RolloutRequest,
+    RolloutSample,
+    SampleType,
+    VideoDtype,
+    WeightUpdate,
+    WeightVersion,
+)
 
 # Greatest |velocity - expected| in units of the greatest |expected|. Same operations in the same dtype give 0 on one
 # machine; fp32 leaves room for other kernels, bf16 has 8 bits.
 PROBE_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-5, torch.bfloat16: 5e-2}
+
+_MEDIA_DTYPE = {"uint8": "torch.uint8", "fp32": "torch.float32"}
 
 
 class EngineError(RuntimeError):
@@ -81,6 +91,16 @@ def check_requests(requests: Sequence[RolloutRequest]) -> None:
         seen.add(request.sample_id)
 
 
+def check_real_latents(requests: Sequence[RolloutRequest], real_latents: Tensor | None) -> None:
+    """ValueError, naming the sample, for a row that the engine's real latents have not."""
+    count = 0 if real_latents is None else len(real_latents)
+    for request in requests:
+        if request.real_latent is not None and request.real_latent >= count:
+            raise ValueError(
+                f"request for sample {request.sample_id}: real_latent {request.real_latent}, this engine has {count}"
+            )
+
+
 def _problem(request: RolloutRequest) -> str | None:
     if not _is_int(request.sample_id) or request.sample_id < 0:
         return "sample_id must be an int >= 0"
@@ -95,6 +115,8 @@ def _problem(request: RolloutRequest) -> str | None:
         return f"sigmas must decrease, got {grid}"
     if request.sample_type not in get_args(SampleType):
         return f"sample_type must be one of {get_args(SampleType)}, got {request.sample_type!r}"
+    if request.video_dtype not in get_args(VideoDtype):
+        return f"video_dtype must be one of {get_args(VideoDtype)}, got {request.video_dtype!r}"
     if request.real_latent is not None and not (_is_int(request.real_latent) and request.real_latent >= 0):
         return f"real_latent must be a row >= 0 or None, got {request.real_latent!r}"
     if not _is_int(request.stop_step) or not 0 <= request.stop_step < len(grid) - 1:
@@ -127,7 +149,8 @@ def _answers(request: RolloutRequest, sample: RolloutSample) -> bool:
     near = len(grid) == len(request.sigmas) and all(
         abs(a - b) < 1e-6 for a, b in zip(grid, request.sigmas, strict=True)
     )
-    return same and near and (sample.media is not None) == request.decode
+    dtype = None if sample.media is None else str(sample.media.dtype)
+    return same and near and dtype == (_MEDIA_DTYPE[request.video_dtype] if request.decode else None)
 
 
 def check_update(update: WeightUpdate, tensors: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]) -> None:

@@ -14,14 +14,16 @@ from miles_dmd2.engines.base import (
     EngineError,
     RolloutEngine,
     check_probe,
+    check_real_latents,
     check_requests,
     check_samples,
     check_update,
 )
 from miles_dmd2.models.base import Components, ModelAdapter
+from miles_dmd2.models.loading import eight_bit
 from miles_dmd2.models.offload import Entry, Residence, held_bytes, module_entries
 from miles_dmd2.models.weights import checksum
-from miles_dmd2.types import Conditioning, Probe, RolloutRequest, RolloutSample, WeightUpdate, WeightVersion
+from miles_dmd2.types import Conditioning, Probe, RolloutRequest, RolloutSample, VideoDtype, WeightUpdate, WeightVersion
 
 
 class LocalEngine(RolloutEngine):
@@ -133,7 +135,7 @@ class LocalEngine(RolloutEngine):
         if self._version is None:
             raise EngineError("no weights yet: push some with load_weights, or name a checkpoint_version")
         check_requests(requests)
-        self._check_real_latents(requests)
+        check_real_latents(requests, self._real_latents)
         conds = self._conditioning([request.prompt for request in requests])
         samples: dict[int, RolloutSample] = {}
         for indices in _batches(requests, self._batch_size):
@@ -166,7 +168,8 @@ class LocalEngine(RolloutEngine):
         else:
             hops = self._hop_noise(requests) if requests[0].sample_type == "sde" else None
             x_k, x0 = rollout(velocity, noise, sigmas, stop_step, hop_noise=hops)
-        media = self._decode(x0, [i for i, request in enumerate(requests) if request.decode])
+        decoded = [i for i, request in enumerate(requests) if request.decode]
+        media = self._decode(x0, decoded, requests[0].video_dtype)
         return [
             RolloutSample(
                 sample_id=request.sample_id,
@@ -188,25 +191,18 @@ class LocalEngine(RolloutEngine):
         assert self._real_latents is not None
         return self._real_latents[rows].to(self._device)
 
-    def _check_real_latents(self, requests: Sequence[RolloutRequest]) -> None:
-        count = 0 if self._real_latents is None else len(self._real_latents)
-        for request in requests:
-            if request.real_latent is not None and request.real_latent >= count:
-                raise ValueError(
-                    f"request for sample {request.sample_id}: real_latent {request.real_latent}, this engine has "
-                    f"{count}"
-                )
-
     def _hop_noise(self, requests: Sequence[RolloutRequest]) -> Tensor:
         """`[stop step, batch, *latent]`, each sample's from its own seed."""
         rows = [self._adapter.hop_noise(request.seed, request.stop_step) for request in requests]
         return torch.stack(rows, dim=1).to(self._device)
 
-    def _decode(self, x0: Tensor, rows: Sequence[int]) -> dict[int, Tensor]:
+    def _decode(self, x0: Tensor, rows: Sequence[int], dtype: VideoDtype) -> dict[int, Tensor]:
         """Media of the batch's rows that asked for them; the VAE does not run for the others."""
         if not rows:
             return {}
         decoded = self._adapter.decode(self._components, x0[list(rows)]).cpu()
+        if dtype == "uint8":
+            decoded = eight_bit(decoded)
         return {row: picture.clone() for row, picture in zip(rows, decoded, strict=True)}
 
     def _conditioning(self, prompts: Sequence[str]) -> list[Conditioning]:
@@ -256,7 +252,7 @@ class LocalEngine(RolloutEngine):
 
 
 def _batches(requests: Sequence[RolloutRequest], size: int) -> Iterator[list[int]]:
-    """Indices of requests that run together: one grid, stop step and way, in request order, at most `size`."""
+    """Indices of requests that run together, being alike in all but prompt and seed: in their order, at most `size`."""
     groups: dict[object, list[int]] = {}
     for index, request in enumerate(requests):
         groups.setdefault(_way(request), []).append(index)
@@ -266,7 +262,13 @@ def _batches(requests: Sequence[RolloutRequest], size: int) -> Iterator[list[int
 
 
 def _way(request: RolloutRequest) -> object:
-    return tuple(request.sigmas), request.stop_step, request.sample_type, request.real_latent is None
+    return (
+        tuple(request.sigmas),
+        request.stop_step,
+        request.sample_type,
+        request.real_latent is None,
+        request.video_dtype,
+    )
 
 
 def _copy_into(current: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:

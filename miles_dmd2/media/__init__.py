@@ -1,1 +1,1 @@
-"""Pictures of what a student makes."""
+"""Pictures and clips of what a student makes, as files."""

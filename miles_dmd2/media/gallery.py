@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from miles_dmd2.media.pixels import eight_bit
 from miles_dmd2.types import RolloutSample, WeightKind
 
 _LARGEST = 100  # pictures of one contact sheet
@@ -24,7 +25,7 @@ def save_eval_media(samples: Sequence[RolloutSample], directory: Path, rollout_i
     for sample in samples[:_LARGEST]:
         if sample.media is None:
             raise ValueError(f"eval sample {sample.sample_id} came back without decoded media")
-        frames.append(shown_frames(sample.media.numpy()))
+        frames.append(shown_frames(eight_bit(sample.media)))
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"eval_{rollout_id:06d}_{kind}.png"
     Image.fromarray(contact_sheet(frames, columns=math.ceil(math.sqrt(len(frames))))).save(path)

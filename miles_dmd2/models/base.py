@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from miles_dmd2.algo import normal_stream
 from miles_dmd2.models.export import StudentSampling
 from miles_dmd2.models.serving import ServingFormat
 from miles_dmd2.models.weights import safetensors_shapes
-from miles_dmd2.types import Conditioning
+from miles_dmd2.types import Conditioning, SampleType
 
 VISUAL = "visual"
 
@@ -54,6 +54,7 @@ class ModelAdapter(ABC):
     makes_clips: ClassVar[bool] = False
     embedded: ClassVar[bool] = True  # whether the local engine can generate with it
     guidance_distilled: ClassVar[bool] = False  # the network is guided by itself: classifier-free guidance is refused
+    sample_types: ClassVar[tuple[SampleType, ...]] = get_args(SampleType)
     one_by_one: ClassVar[bool] = False  # each sample of a batch is a forward of its own
 
     def __init__(self, checkpoint: Path, height: int, width: int, num_frames: int = 1) -> None:
@@ -142,7 +143,7 @@ class ModelAdapter(ABC):
 
     @abstractmethod
     def decode(self, components: Components, latents: Tensor) -> Tensor:
-        """latents `[batch, *latent]` -> uint8 `[batch, frames, height, width, 3]`."""
+        """latents `[batch, *latent]` -> fp32 in [0, 1] `[batch, frames, height, width, 3]`."""
 
     def encode(self, components: Components, pixels: Tensor) -> Tensor:
         """uint8 `[batch, frames, height, width, 3]` -> latents fp32 `[batch, *latent]` on the CPU; `decode` undoes it.

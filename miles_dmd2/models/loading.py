@@ -112,9 +112,13 @@ def full_precision(tensor: Tensor) -> Tensor:
 
 
 def pixels_of(decoded: Tensor) -> Tensor:
-    """A VAE's `[batch, 3, ..., height, width]` in [-1, 1] -> uint8 `[batch, ..., height, width, 3]` on the CPU."""
-    pixels = (decoded * 0.5 + 0.5).clamp(0, 1).movedim(1, -1).float()
-    return (pixels * 255).round().to(torch.uint8).cpu()
+    """A VAE's `[batch, 3, ..., height, width]` in [-1, 1] -> fp32 in [0, 1] `[batch, ..., height, width, 3]`."""
+    return (decoded * 0.5 + 0.5).clamp(0, 1).movedim(1, -1).float()
+
+
+def eight_bit(media: Tensor) -> Tensor:
+    """fp32 in [0, 1] -> the nearest uint8; uint8 as it is."""
+    return media if media.dtype == torch.uint8 else (media * 255).round().to(torch.uint8)
 
 
 @contextmanager

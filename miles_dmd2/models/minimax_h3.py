@@ -49,7 +49,7 @@ from miles_dmd2.models.minimax_h3_weights import (
 from miles_dmd2.models.offload import own_storage
 from miles_dmd2.models.serving import ServingFormat
 from miles_dmd2.models.weights import mismatch, safetensors_shapes
-from miles_dmd2.types import Conditioning
+from miles_dmd2.types import Conditioning, SampleType
 
 STATES, ROWS = "encoder_hidden_states", "text_rows"
 AUDIO = "audio"
@@ -79,6 +79,7 @@ class MiniMaxH3Adapter(ModelAdapter):
     makes_clips: ClassVar[bool] = True
     embedded: ClassVar[bool] = False
     guidance_distilled: ClassVar[bool] = True
+    sample_types: ClassVar[tuple[SampleType, ...]] = ("ode",)  # SGLang hops the sound by Euler whatever the video does
     one_by_one: ClassVar[bool] = True
 
     def __init__(self, checkpoint: Path, height: int, width: int, num_frames: int = 1) -> None:
@@ -119,9 +120,8 @@ class MiniMaxH3Adapter(ModelAdapter):
     def notes(self) -> tuple[str, ...]:
         seconds = self.num_frames / FPS
         low, high = SECONDS
-        if low <= seconds <= high:
-            return ()
-        return (f"clips of {seconds:.2f} s: the release is made for {low:g} to {high:g} s",)
+        made = f"clips of {self.num_frames} frames, {seconds:.2f} s, {self.width} x {self.height}, with sound"
+        return (made if low <= seconds <= high else f"{made}: the release is made for {low:g} to {high:g} s",)
 
     @property
     def latent_shape(self) -> tuple[int, ...]:

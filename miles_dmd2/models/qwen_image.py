@@ -147,7 +147,7 @@ class QwenImageAdapter(ModelAdapter):
 
     @torch.no_grad()
     def decode(self, components: Components, latents: Tensor) -> Tensor:
-        """Packed normalised latents `[batch, tokens, channels]` -> uint8 `[batch, 1, height, width, 3]` on the CPU."""
+        """Packed normalised latents `[batch, tokens, channels]` -> fp32 in [0, 1] `[batch, 1, height, width, 3]`."""
         vae: Any = components.vae
         parameter = next(vae.parameters())
         planes = unpack(latents, *self._grid).to(parameter.device, parameter.dtype)

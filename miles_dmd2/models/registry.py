@@ -20,6 +20,7 @@ class Family:
     name: str
     pipeline_classes: tuple[str, ...]
     adapter: str  # module:class
+    components: tuple[str, ...] = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")  # at the least
 
 
 FAMILIES = (
@@ -28,13 +29,18 @@ FAMILIES = (
     Family("flux2_klein", ("Flux2KleinPipeline",), "miles_dmd2.models.flux2_klein:Flux2KleinAdapter"),
     Family("z_image", ("ZImagePipeline",), "miles_dmd2.models.z_image:ZImageAdapter"),
     Family("wan", ("WanPipeline",), "miles_dmd2.models.wan:WanAdapter"),
-    Family("minimax_h3", ("MiniMaxH3Pipeline",), "miles_dmd2.models.minimax_h3:MiniMaxH3Adapter"),
+    Family(
+        "minimax_h3",
+        ("MiniMaxH3Pipeline",),
+        "miles_dmd2.models.minimax_h3:MiniMaxH3Adapter",
+        ("transformer", "video_vae", "audio_vae", "text_encoder", "tokenizer", "processor"),
+    ),
 )
 
 
-def known_pipeline_classes() -> tuple[str, ...]:
-    """Every `_class_name` that some adapter serves."""
-    return tuple(name for family in FAMILIES for name in family.pipeline_classes)
+def known_pipelines() -> dict[str, tuple[str, ...]]:
+    """Every `_class_name` that some adapter serves, and the components that such a pipeline must have."""
+    return {name: family.components for family in FAMILIES for name in family.pipeline_classes}
 
 
 def family_of(checkpoint: Path) -> Family:
@@ -43,7 +49,7 @@ def family_of(checkpoint: Path) -> Family:
     for family in FAMILIES:
         if name in family.pipeline_classes:
             return family
-    known = ", ".join(known_pipeline_classes())
+    known = ", ".join(known_pipelines())
     raise ValueError(f"{FLAG} {checkpoint}: model_index.json has _class_name {name!r}; supported are {known}")
 
 
@@ -54,9 +60,14 @@ def adapter_class(family: Family) -> type[ModelAdapter]:
 
 
 def build_adapter(
-    checkpoint: Path | str, height: int | None = None, width: int | None = None, num_frames: int | None = None
+    checkpoint: Path | str,
+    height: int | None = None,
+    width: int | None = None,
+    num_frames: int | None = None,
+    seconds: float | None = None,
 ) -> ModelAdapter:
-    """The adapter of a pipeline directory at a canvas size; None takes the family's own default.
+    """The adapter of a pipeline directory at a canvas size; None takes the family's own default. `seconds`: instead
+    of `num_frames`.
 
     ValueError, one line with flag, value and remedy: missing or malformed directory, unknown family, invalid size.
     """
@@ -66,5 +77,6 @@ def build_adapter(
         default_height, default_width = adapter.default_size(checkpoint)
         height = default_height if height is None else height
         width = default_width if width is None else width
-    num_frames = adapter.default_frames(checkpoint) if num_frames is None else num_frames
+    if num_frames is None:
+        num_frames = adapter.default_frames(checkpoint) if seconds is None else adapter.frames_of(seconds)
     return adapter(checkpoint, height, width, num_frames)

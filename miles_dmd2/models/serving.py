@@ -49,7 +49,7 @@ class ServingFormat(ABC):
 
     @abstractmethod
     def media(self, output: Tensor) -> Tensor:
-        """`generated_output` -> uint8 `[frames, height, width, 3]`. ValueError: not a picture of this canvas."""
+        """`generated_output` -> uint8, or fp32 in [0, 1], `[frames, height, width, 3]`. ValueError: other sizes."""
 
     def sound(self, output: Tensor, sample_rate: int) -> Tensor:
         """`generated_audio` `[channels, samples]` -> fp32 in [-1, 1]. ValueError: not of this clip; by default, any."""
@@ -116,12 +116,15 @@ def _fits(length: int, wanted: int | None) -> bool:
 
 
 def pictures(output: Tensor, height: int, width: int) -> Tensor:
-    """SGLang's decoded `[3, (frames,) height, width]` in [0, 1] -> uint8 `[frames, height, width, 3]`. ValueError."""
+    """SGLang's decoded `[3, (frames,) height, width]`, uint8 or in [0, 1] -> `[frames, height, width, 3]`. ValueError.
+
+    uint8 stays uint8, all else becomes fp32.
+    """
     if output.ndim == 3:
         output = output.unsqueeze(1)
     if output.ndim != 4 or output.shape[0] != 3 or tuple(output.shape[2:]) != (height, width):
         raise ValueError(f"generated_output must be [3, frames, {height}, {width}], got {list(output.shape)}")
     frames = output.permute(1, 2, 3, 0)
     if frames.dtype != torch.uint8:
-        frames = (frames.float().clamp(0, 1) * 255).round().to(torch.uint8)
+        frames = frames.float().clamp(0, 1)
     return frames.contiguous()

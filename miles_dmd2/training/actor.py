@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from miles_dmd2.algo import dmd_gradient, mean_abs_difference, student_loss, x0_from_velocity
 from miles_dmd2.models.base import ModelAdapter
-from miles_dmd2.training.batching import MicroBatch, Windows, merge_scores
+from miles_dmd2.observability.declared import reductions
+from miles_dmd2.training.batching import MicroBatch, Windows, merge_scores, wanted_ids
 from miles_dmd2.training.distributed import Ranks
 from miles_dmd2.training.export import export
 from miles_dmd2.training.metrics import MetricBuffer, Reduction, per_step
@@ -41,16 +42,8 @@ class ActorTrainer(Trainer):
 
     role: ClassVar[Role] = "actor"
     network_role: ClassVar[str] = "student"
-    metric_names: ClassVar[Mapping[str, Reduction]] = {"dmd2_degenerate_samples": "sum", WORST: "max"}
-    metric_names_per_step: ClassVar[Mapping[str, Reduction]] = {
-        "dmd_loss": "mean",
-        "dmd2_score_gap_abs_mean": "mean",
-        "dmd2_teacher_dist_abs_mean": "mean",
-        "dmd2_grad_abs_mean": "mean",
-        "dmd2_x0_mean": "mean",
-        "dmd2_x0_std": "std",
-        DRIFT: "mean",
-    }
+    metric_names: ClassVar[Mapping[str, Reduction]] = reductions("actor")
+    metric_names_per_step: ClassVar[Mapping[str, Reduction]] = reductions("actor", per_step=True)
 
     def __init__(
         self,
@@ -108,7 +101,8 @@ class ActorTrainer(Trainer):
         taken = self._update(losses, ids, window, pending)
         if taken:
             metrics.extend(pending)
-        return self._reduce(metrics, skipped=int(not taken))
+        planned = len(wanted_ids(windows, self.ranks.rank, self.ranks.world_size))
+        return self._reduce(metrics, skipped=int(not taken), planned=planned)
 
     def _check_drift(self, rollout_id: int, metrics: MetricBuffer) -> None:
         """A figure that is not finite is left to the step's own check, which skips it. A collective."""

@@ -48,7 +48,8 @@ class StopStepConditioning:
     def _add(self, module: nn.Module, _inputs: object, output: Tensor) -> Tensor:
         if self._steps is None:
             raise RuntimeError("the critic is told the stop step, but this forward was not: use told(stop_steps)")
-        if not isinstance(output, Tensor) or output.shape[:-1] != self._steps.shape:
+        # One sample may have several rows, of several clocks.
+        if not isinstance(output, Tensor) or output.ndim != 2 or len(self._steps) not in (1, len(output)):
             found = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
             raise RuntimeError(f"the time embedding gave {found} for {len(self._steps)} samples, need [batch, dim]")
         weight = module.get_parameter(KEY)

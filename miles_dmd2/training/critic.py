@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from miles_dmd2.algo import CriticSpace, critic_loss, x0_from_velocity
 from miles_dmd2.models.base import ModelAdapter
-from miles_dmd2.training.batching import MicroBatch, Windows
+from miles_dmd2.observability.declared import reductions
+from miles_dmd2.training.batching import MicroBatch, Windows, wanted_ids
 from miles_dmd2.training.conditioning import StopStepConditioning
 from miles_dmd2.training.distributed import Ranks
 from miles_dmd2.training.metrics import Reduction
@@ -39,8 +40,8 @@ class CriticTrainer(Trainer):
 
     role: ClassVar[Role] = "critic"
     network_role: ClassVar[str] = "critic"
-    metric_names: ClassVar[Mapping[str, Reduction]] = {}
-    metric_names_per_step: ClassVar[Mapping[str, Reduction]] = {"critic_loss": "mean"}
+    metric_names: ClassVar[Mapping[str, Reduction]] = reductions("critic")
+    metric_names_per_step: ClassVar[Mapping[str, Reduction]] = reductions("critic", per_step=True)
 
     def __init__(
         self,
@@ -120,7 +121,15 @@ class CriticTrainer(Trainer):
             if self._update(losses, ids, window, pending):
                 metrics.extend(pending)
                 taken += 1
-        return self._reduce(metrics, skipped=len(windows) - taken), scores
+        return self._reduce(metrics, skipped=len(windows) - taken, planned=self._planned(windows, score)), scores
+
+    def _planned(self, windows: Windows, score: bool) -> int:
+        """Forwards of this rank, in samples: one each to train on, and of the last window those that score it."""
+        trained, scored = (
+            len(wanted_ids(part, self.ranks.rank, self.ranks.world_size)) for part in (windows, windows[-1:])
+        )
+        each = self._guided_teacher.forwards_per_sample + (self.scoring == "original")
+        return trained + (scored * each if score else 0)
 
     def _step_forward(self, rollout_id: int, batch: MicroBatch, window: Sequence[int]) -> tuple[Noised, Tensor, Tensor]:
         """Forward and backward of one micro-batch: where, the critic's velocity there, per-sample losses `[batch]`."""

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from miles_dmd2.observability.declared import Reduction as Reduction
 from miles_dmd2.training.distributed import Ranks
-
-Reduction = Literal["mean", "sum", "max", "same", "std"]
 
 
 class MetricBuffer:

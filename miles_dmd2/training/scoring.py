@@ -111,6 +111,7 @@ class GuidedTeacher:
 
     def __init__(self, network: Network, adapter: ModelAdapter, guidance: Guidance | None) -> None:
         self.network, self._adapter, self._guidance = network, adapter, guidance
+        self.forwards_per_sample = 1 if guidance is None else 2
 
     @torch.no_grad()
     def x0(self, at: Noised, cond: dict[str, Tensor]) -> Tensor:

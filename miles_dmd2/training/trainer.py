@@ -14,9 +14,11 @@ from torch import Tensor, nn
 
 from miles_dmd2.models.base import ModelAdapter
 from miles_dmd2.models.offload import Entry, Residence
+from miles_dmd2.observability.declared import reductions
 from miles_dmd2.training.bad_batch import dtype_name, write_facts, write_samples
 from miles_dmd2.training.batching import MicroBatch, TrainInputHook, Windows, collate, cut, prepare
 from miles_dmd2.training.checkpoint import rank_file, read_tensors, write_tensors
+from miles_dmd2.training.device_memory import DeviceMemory
 from miles_dmd2.training.distributed import Ranks
 from miles_dmd2.training.ema import Ema
 from miles_dmd2.training.metrics import MetricBuffer, Reduction, per_step
@@ -112,6 +114,7 @@ class Trainer:
         self.last_step: StepReport | None = None
         self._inputs: _Inputs | None = None
         self._dumps = 0
+        self._memory = DeviceMemory(ranks.device)
         self._networks = (self.network, *frozen)
         self.residence = Residence(self._entries())
         for network in self._networks:
@@ -195,14 +198,7 @@ class Trainer:
         return batches, self._metrics(len(batches[0][0].sigmas) - 1)
 
     def _metrics(self, num_steps: int) -> MetricBuffer:
-        declared: dict[str, Reduction] = {
-            **self.metric_names,
-            "grad_norm": "mean",
-            "grad_norm_max": "max",
-            "lr": "same",
-            "skipped_steps": "same",
-            **{f"{network.role}_forwards": "sum" for network in self._networks},
-        }
+        declared: dict[str, Reduction] = {**self.metric_names, **reductions("group")}
         for name, reduction in self.metric_names_per_step.items():
             declared |= per_step(name, reduction, num_steps)
         return MetricBuffer(declared)
@@ -232,8 +228,9 @@ class Trainer:
             self._skipped_in_a_row = 0
             if self.ema is not None:
                 self.ema.update(self.updates)
-            metrics.add("grad_norm", norm)
-            metrics.add("grad_norm_max", norm)
+            metrics.add(f"grad_norm/{self.network_role}", norm)
+            metrics.add(f"grad_norm_max/{self.network_role}", norm)
+        self._memory.step()
         self.optimizer.zero_grad()
         if not taken:
             self._skip([i for part in self.ranks.gather(bad) for i in part], ids, window, norm)
@@ -297,10 +294,14 @@ class Trainer:
         """The role's own arguments of construction, as JSON has them."""
         raise NotImplementedError
 
-    def _reduce(self, metrics: MetricBuffer, skipped: int) -> dict[str, float]:
+    def _reduce(self, metrics: MetricBuffer, skipped: int, planned: int) -> dict[str, float]:
+        """The rollout's figures over all ranks. `planned`: forwards of this rank that the options ask for."""
         self._inputs = None
         metrics.add("skipped_steps", skipped)
         metrics.add("lr", learning_rate(self.settings.optimizer, max(0, self.updates - 1)))
         for network in self._networks:
             metrics.add(f"{network.role}_forwards", network.forwards)
+        metrics.add("forwards_over_plan", sum(network.forwards for network in self._networks) - planned)
+        for name, value in self._memory.take().items():
+            metrics.add(name, value)
         return metrics.reduce(self.ranks)

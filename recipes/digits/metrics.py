@@ -24,13 +24,14 @@ def data_features() -> Tensor:
 
 
 def pictures_of(samples: Sequence[RolloutSample]) -> Tensor:
-    """Decoded uint8 `[1, height, width, 3]` of each sample -> `[n, 3, height, width]` in [-1, 1]."""
+    """Decoded `[1, height, width, 3]` of each sample, uint8 or in [0, 1] -> `[n, 3, height, width]` in [-1, 1]."""
     media = [sample.media for sample in samples]
     missing = [sample.sample_id for sample in samples if sample.media is None]
     if missing:
         raise ValueError(f"samples {missing[:5]} have no decoded media")
     stacked = torch.stack([picture[0] for picture in media if picture is not None])
-    return stacked.permute(0, 3, 1, 2).float() / 127.5 - 1
+    scale = 127.5 if stacked.dtype == torch.uint8 else 0.5
+    return stacked.permute(0, 3, 1, 2).float() / scale - 1
 
 
 def labels_of(samples: Sequence[RolloutSample]) -> Tensor:

@@ -24,10 +24,16 @@ FLAGS: Table = {
     "one choice": flags("--rm-type clip", "--rm-type", "clip", "none"),
     "not a pair of numbers": flags("--dmd2-score-sigma-range a b", "--dmd2-score-sigma-range", "a b", "two numbers"),
     "range": flags("--dmd2-score-sigma-range 0.9 1.5", "--dmd2-score-sigma-range", "0.9 1.5", "0.02 0.98"),
-    "shift of sound": flags("--fsdp-flow-shift visual=5,audio=3", "--fsdp-flow-shift", "audio=3", "give visual=K"),
+    "shift of sound": flags("--fsdp-flow-shift visual=5,audio=3", "--fsdp-flow-shift", "audio=3", "only visual"),
+    "no weight": flags("--dmd2-part-weights 0", "--dmd2-part-weights", "0", "must have a weight above 0"),
+    "a part twice": flags("--dmd2-part-weights 1,visual=2", "--dmd2-part-weights", "1,visual=2", "names visual twice"),
+    "two lengths": flags(
+        "--diffusion-num-frames 5 --diffusion-duration 2", "--diffusion-duration", "2", "leave one of them out"
+    ),
+    "a duration of pictures": flags("--diffusion-duration 2", "--diffusion-duration", "2", "no frame rate of its own"),
     "shift of what": flags("--fsdp-flow-shift depth=5", "--fsdp-flow-shift", "depth=5", "visual=5"),
-    "shift no number": flags("--fsdp-flow-shift five", "--fsdp-flow-shift", "five", "a number K > 0"),
-    "shift infinite": flags("--fsdp-flow-shift inf", "--fsdp-flow-shift", "inf", "a finite number > 0"),
+    "shift no number": flags("--fsdp-flow-shift five", "--fsdp-flow-shift", "five", "a finite number"),
+    "shift of nothing": flags("--fsdp-flow-shift 0", "--fsdp-flow-shift", "0", "> 0"),
     "metrics path": flags("--eval-metrics-path figures", "--eval-metrics-path", "figures", "module:function"),
     "sde on SGLang": flags(
         "--dmd2-student-sample-type sde --rollout-engine sglang --rollout-engine-url http://127.0.0.1:1",

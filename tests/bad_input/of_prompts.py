@@ -1,11 +1,25 @@
 """Prompt files of training and of eval."""
 
-from tests.bad_input.bench import Case, Table
+import json
+
+from tests.bad_input.bench import Bench, Case, Table
 
 
 def lines(name: str, content: str | bytes, said: str, value: str, remedy: str, flag: str = "--prompt-data") -> Case:
     return Case(lambda bench: [flag, str(bench.file(f"data/{name}", content))], said, value, remedy)
 
+
+def pinned(manifest: object, said: str, value: str, remedy: str) -> Case:
+    """A sound file, and a manifest beside it."""
+
+    def make(bench: Bench) -> list[str]:
+        bench.file("data/prompts.manifest.json", json.dumps(manifest))
+        return ["--prompt-data", str(bench.file("data/train.jsonl", '{"prompt": "one"}\n'))]
+
+    return Case(make, said, value, remedy)
+
+
+OTHER_HASH = {"format": "miles_dmd2 prompts 1", "files": {"train.jsonl": {"sha256": "ab" * 32}}}
 
 PROMPTS: Table = {
     "none": lines("p.txt", "\n \n", "--prompt-data", "holds no prompts", "give a file"),
@@ -22,4 +36,6 @@ PROMPTS: Table = {
     "no text": lines("p.jsonl", '{"prompt": 3}\n', ":1", "prompt 3", "fix or remove that line"),
     "half": lines("p.jsonl", '{"prompt": "\\ud83d"}\n', ":1", "surrogate pair", "fix or remove that line"),
     "of eval": lines("e.txt", b"\x89PNG", "--eval-prompt-data", "0x89", "save", "--eval-prompt-data"),
+    "changed": pinned(OTHER_HASH, "data/train.jsonl", "ab" * 32, "restore it, or prepare them again"),
+    "no manifest": pinned([], "prompts.manifest.json", "is no manifest", "remove it and prepare them again"),
 }

@@ -17,6 +17,7 @@ from run_commands import Finished, children, command, environment, wait_for
 from safetensors.torch import load
 
 from miles_dmd2.models.qwen_image import QwenImageAdapter
+from miles_dmd2.observability.declared import without_machine
 from tests.engines.fake_sglang import FakeSGLang, Fault, packed
 
 pytestmark = pytest.mark.ray
@@ -51,7 +52,8 @@ def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 
 
 def numbers(rows: list[dict[str, float]]) -> list[dict[str, float]]:
-    return [{k: v for k, v in row.items() if not k.startswith(("time/", "eval/")) and k not in FAULTS} for row in rows]
+    kept = [without_machine(row) for row in rows]
+    return [{k: v for k, v in row.items() if not k.startswith("eval/") and k not in FAULTS} for row in kept]
 
 
 def error_of(done: Finished) -> str:

@@ -18,7 +18,9 @@ from miles_dmd2.config.checks import (
     safetensors_fault,
 )
 
-KNOWN = {"QwenImagePipeline", "WanPipeline"}
+KNOWN = dict.fromkeys(
+    ("QwenImagePipeline", "WanPipeline"), ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
+)
 
 
 def refusal(call: Callable[[], object]) -> str:

@@ -31,6 +31,8 @@ OTHERS: dict[str, tuple[str, Any, tuple[str, ...]]] = {
     "diffusion_height": ("64", 64, ()),
     "diffusion_width": ("96", 96, ()),
     "diffusion_num_frames": ("5", 5, ()),
+    "diffusion_duration": ("2.5", 2.5, ()),
+    "dmd2_part_weights": ("visual=2,audio=1", "visual=2.0,audio=1.0", ()),
     "forward_dtype": ("bf16", "bf16", ()),
     "loss_type": ("dmd2", "dmd2", ()),
     "dmd2_student_sample_type": ("sde", "sde", ()),
@@ -68,6 +70,12 @@ OTHERS: dict[str, tuple[str, Any, tuple[str, ...]]] = {
     "rollout_engine_batch_size": ("16", 16, ()),
     "rm_type": ("none", "none", ()),
     "rollout_seed": ("7", 7, ()),
+    "custom_rm_path": ("rewards.py:score", "rewards.py:score", ()),
+    "rollout_video_dtype": ("fp32", "fp32", ()),
+    "debug_rollout_only": ("eval", "eval", ("--eval-prompt-data", "eval.txt")),
+    "reference_transformer": ("few",) * 2 + (("--debug-rollout-only", "eval", "--eval-prompt-data", "eval.txt"),),
+    "save_eval_media_dir": ("media", "media", ("--eval-prompt-data", "eval.txt")),
+    "diffusion_fps": ("23.976", 23.976, ()),
     "eval_prompt_data": ("eval.txt", "eval.txt", ()),
     "eval_interval": ("5", 5, ("--eval-prompt-data", "eval.txt")),
     "eval_samples_per_prompt": ("4", 4, ("--eval-prompt-data", "eval.txt")),
@@ -101,6 +109,9 @@ OTHERS: dict[str, tuple[str, Any, tuple[str, ...]]] = {
     "colocate": ("true", True, ()),
     "ray_address": ("auto", "auto", ()),
     "cpu_threads": ("1", 1, ()),
+    "gpu_memory_gb": ("141", 141.0, ()),
+    "host_memory_gb": ("2000", 2000.0, ()),
+    "load_ranks_at_once": ("1", 1, ()),
     "start_timeout": ("60", 60.0, ()),
     "phase_timeout": ("60", 60.0, ()),
     "run_dir": ("runs/a", "runs/a", ()),
@@ -121,6 +132,7 @@ OTHERS: dict[str, tuple[str, Any, tuple[str, ...]]] = {
     "max_skipped_steps": ("1", 1, ()),
     "max_x0_drift": ("0.5", 0.5, ()),
     "use_wandb": ("true", True, ()),
+    "wandb_log_num_images": ("0", 0, ()),
     "wandb_project": ("p", "p", ()),
     "wandb_mode": ("offline", "offline", ()),
 }
@@ -175,6 +187,13 @@ def test_negative_and_scientific_numbers_are_values_and_not_flags() -> None:
     assert "-1e-3 0.9" in complaint(command("--dmd2-score-sigma-range", "-1e-3", "0.9"))
 
 
+def test_a_flag_that_may_stand_alone(write: Write) -> None:
+    assert run("--debug-rollout-only").config.rollout.debug_rollout_only == "train"
+    assert run("--debug-rollout-only", "--seed", "3").config.rollout.debug_rollout_only == "train"
+    assert "must be one of train, eval" in complaint(command("--debug-rollout-only", "both"))
+    assert run("--debug-rollout-only", "train").config.rollout.debug_rollout_only == "train"
+
+
 def test_derived_defaults_are_filled_in() -> None:
     config = run("--n-samples-per-prompt", "2", "--seed", "3", "--run-dir", "runs/a").config
     assert (config.rollout.global_batch_size, config.samples_per_rollout) == (40, 40)
@@ -208,6 +227,14 @@ def test_stop_law(flags: tuple[str, ...], law: str) -> None:
 @pytest.mark.parametrize(("text", "shift"), [("5", 5.0), ("visual=5", 5.0), (" visual = 0.5 ", 0.5), ("1e1", 10.0)])
 def test_score_shift(text: str, shift: float) -> None:
     assert run("--fsdp-flow-shift", text).config.score_shift == shift
+
+
+def test_values_by_part_have_one_way_to_be_written() -> None:
+    config = run("--fsdp-flow-shift", "audio=1.25, visual=5", "--dmd2-part-weights", "visual=1,audio=0.5").config
+    assert (config.score_shift, config.part_shifts) == (5.0, {"audio": 1.25})
+    assert config.part_weights == {"visual": 1.0, "audio": 0.5}
+    assert config.algorithm.fsdp_flow_shift == "visual=5.0,audio=1.25"
+    assert run("--fsdp-flow-shift", "visual=5").config.algorithm.fsdp_flow_shift == "5.0"
 
 
 def test_help_lists_every_option_in_its_group_with_its_default_and_choices(monkeypatch: pytest.MonkeyPatch) -> None:

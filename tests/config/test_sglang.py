@@ -202,14 +202,6 @@ TOGETHER: list[tuple[str, tuple[str, ...]]] = [
     (" ".join((*STARTED, "--rollout-num-engines 2")), ("--rollout-num-engines 2", "1 devices", "use 1 or fewer")),
     (" ".join((*STARTED, "--rollout-engine-batch-size 8")), ("--rollout-engine-batch-size", "one sample at a time")),
     (
-        " ".join((*RUNNING, "--dmd2-student-sample-type sde")),
-        ("--dmd2-student-sample-type sde", "not available with --rollout-engine sglang yet", "use ode", "local"),
-    ),
-    (
-        " ".join((*RUNNING, "--dmd2-student-input forward_noise --dmd2-latents l")),
-        ("--dmd2-student-input forward_noise", "not available with --rollout-engine sglang", "use backward_simulation"),
-    ),
-    (
         " ".join((*STARTED, "--sglang-weight-sync tensor --sglang-weight-directory d")),
         ("--sglang-weight-directory d", "no files", "leave it out"),
     ),

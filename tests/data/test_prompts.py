@@ -1,5 +1,7 @@
 """Prompt files read whole or refused with their line; each epoch a permutation, whoever asks in whatever order."""
 
+import hashlib
+import unicodedata
 from collections import Counter
 from hashlib import blake2b
 from pathlib import Path
@@ -9,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles_dmd2.config import ConfigError
-from miles_dmd2.data.prompts import PromptFile, load_prompts, prompts_for_rollout, read_prompt_file
+from miles_dmd2.data.prompts import load_prompts, prompts_for_rollout, read_prompt_file
 
 READ: dict[str, tuple[str, bytes, list[str], int]] = {
     "plain": ("p.txt", b"one\ntwo\n", ["one", "two"], 0),
@@ -32,8 +34,32 @@ READ: dict[str, tuple[str, bytes, list[str], int]] = {
 def test_read(tmp_path: Path, case: str) -> None:
     name, content, prompts, blank = READ[case]
     (tmp_path / name).write_bytes(content)
-    assert read_prompt_file(tmp_path / name) == PromptFile(tuple(prompts), blank)
+    file = read_prompt_file(tmp_path / name)
+    assert (file.prompts, file.blank_lines, file.lines) == (tuple(prompts), blank, len(prompts) + blank)
+    assert file.sha256 == hashlib.sha256(content).hexdigest()
     assert load_prompts(tmp_path / name) == prompts
+
+
+def test_what_was_met_is_counted(tmp_path: Path) -> None:
+    """Two lines end in CR LF and one in CR; three prompts are not for a tokenizer, and refused unless left out."""
+    book = b"x" * 20_001
+    (tmp_path / "p.txt").write_bytes(b"\xef\xbb\xbfone\r\n\r\nt\x00o\rthree\n\x7f\n" + book)
+    file = read_prompt_file(tmp_path / "p.txt", leave_out_unfit=True)
+    assert file.prompts == ("one", "three")
+    assert (file.lines, file.blank_lines, file.unfit, file.carriage_returns) == (6, 1, 3, 3)
+    assert file.byte_order_mark
+    assert "p.txt:3: holds the control character U+0000" in refusal(tmp_path / "p.txt")
+
+
+def test_control_characters_are_those_of_unicode(tmp_path: Path) -> None:
+    """All of category Cc but the blanks, and no other, for every character that UTF-8 can hold."""
+    fit = [c for c in map(chr, range(0x110000)) if not "\ud800" <= c <= "\udfff" and unicodedata.category(c) != "Cc"]
+    (tmp_path / "p.txt").write_text("".join(f"a{char}b\n" for char in (*fit, *"\t\v\f\x85")), encoding="utf-8")
+    assert read_prompt_file(tmp_path / "p.txt").unfit == 0
+    unfit = [c for c in map(chr, range(256)) if unicodedata.category(c) == "Cc" and c not in "\t\n\v\f\r\x85"]
+    assert len(unfit) == 65 - 6
+    (tmp_path / "p.txt").write_text("".join(f"a{char}b\n" for char in ("", *unfit)), encoding="utf-8")
+    assert read_prompt_file(tmp_path / "p.txt", leave_out_unfit=True).unfit == len(unfit)
 
 
 REFUSED: dict[str, tuple[str, bytes, tuple[str, ...]]] = {

@@ -69,7 +69,7 @@ class FakeEngines:
         return {"accuracy": 0.5}
 
     def metrics(self) -> Mapping[str, float]:
-        return {"samples": 4.0}
+        return {"samples": 4.0, "forwards": 8.0}
 
     def dispose(self) -> None:
         self.log.add("engines.dispose")

@@ -116,6 +116,7 @@ def test_windows_and_version_reach_the_groups_and_metrics_are_prefixed() -> None
     assert sink.rows[1]["critic/loss"] == sink.rows[1]["actor/loss"] == 1.0
     assert sink.rows[1]["rollout/samples"] == 4.0
     assert {"time/generate", "time/critic", "time/actor", "time/sync"} <= set(sink.rows[1])
+    assert sink.rows[1]["rollout/forwards_over_plan"] == 8 - 4  # the fake engines count 8 for 4 requests of one step
     assert sink.closed
 
 

@@ -9,7 +9,7 @@ The engine may be shared between tests (a server is slow to start): each test be
 
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -92,6 +92,26 @@ class Harness:
 
     def close_to(self, a: Tensor, b: Tensor) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=0 if self.exact else self.same)
+
+
+def real_latents(adapter: ModelAdapter) -> Tensor:
+    """What the engine under test has to be made with."""
+    return torch.stack([normal(700 + row, adapter.latent_shape) for row in range(3)])
+
+
+def by_hand(harness: Harness, request: RolloutRequest, cond: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """x_k and x0 of one SDE sample: x' = (1 - s') x0 + s' noise, the noise from the draws after the first one."""
+    shape = harness.adapter.latent_shape
+    generator = torch.Generator().manual_seed(request.seed)
+    torch.randn(shape, generator=generator)
+    x, on = harness.adapter.initial_noise(request.seed)[None], harness.adapter.collate([cond])
+    for sigma, after in zip(request.sigmas[: request.stop_step], request.sigmas[1:], strict=False):
+        with torch.no_grad():
+            x0 = x - sigma * harness.adapter.velocity(harness.reference, x, torch.tensor([sigma]), on)
+        x = (1 - after) * x0 + after * torch.randn(shape, generator=generator)
+    sigma = request.sigmas[request.stop_step]
+    with torch.no_grad():
+        return x[0], (x - sigma * harness.adapter.velocity(harness.reference, x, torch.tensor([sigma]), on))[0]
 
 
 def equal(a: RolloutSample, b: RolloutSample) -> bool:
@@ -224,6 +244,40 @@ class EngineContract:
         x = stacked(samples, "x_k")
         landed = x - harness.level(GRID[3]) * harness.velocity(0, samples, x, GRID[3])
         torch.testing.assert_close(stacked(samples, "x0"), landed, rtol=0, atol=harness.same)
+
+    def test_sde_hops_are_noised_afresh_from_the_samples_own_seed(self, harness: Harness) -> None:
+        ode = harness.requests(0, 1, 2, 3, 3)
+        requests = [dataclasses.replace(r, sample_type="sde") for r in ode]
+        samples = harness.engine.generate(requests)
+        for request, sample in zip(requests, samples, strict=True):
+            x_k, x0 = by_hand(harness, request, sample.cond)
+            torch.testing.assert_close(sample.x_k, x_k, rtol=0, atol=harness.same)
+            torch.testing.assert_close(sample.x0, x0, rtol=0, atol=harness.same)
+        euler = harness.engine.generate(ode)
+        assert torch.equal(samples[0].x_k, euler[0].x_k), "step 0 starts from noise alone"
+        assert all((a.x_k - b.x_k).abs().max() > 0.1 for a, b in zip(samples[1:], euler[1:], strict=True))
+
+    def test_a_real_latent_is_noised_to_the_stop_steps_sigma(self, harness: Harness) -> None:
+        """One forward each, at (1 - sigma_k) x + sigma_k noise; beside it rollouts from noise are what they were."""
+        simulated, real = harness.requests(1, 3), real_latents(harness.adapter)
+        noised = [
+            dataclasses.replace(request, sample_id=50 + k, stop_step=k, real_latent=row)
+            for k, (request, row) in enumerate(zip(harness.requests(0, 0, 0, 0), (2, 0, 1, 2), strict=True))
+        ]
+        alone, before = harness.engine.generate(simulated), harness.engine.forward_count
+        samples = harness.engine.generate([*simulated, *noised])
+        assert harness.engine.forward_count - before == 2 + 4 + 4
+        assert all(torch.equal(a.x_k, b.x_k) for a, b in zip(alone, samples, strict=False))
+        for request, sample in zip(noised, samples[2:], strict=True):
+            sigma = GRID[request.stop_step]
+            noise = harness.adapter.initial_noise(request.seed)
+            expected = (1 - sigma) * real[request.real_latent] + sigma * noise
+            torch.testing.assert_close(sample.x_k, expected, rtol=0, atol=1e-6)
+            velocity = harness.velocity(0, [sample], sample.x_k.unsqueeze(0), sigma)
+            torch.testing.assert_close(sample.x0, sample.x_k - sigma * velocity[0], rtol=0, atol=harness.same)
+            assert (sample.stop_step, tuple(sample.sigmas.tolist())) == (request.stop_step, GRID)
+        with pytest.raises(ValueError, match="real_latent 3, this engine has 3"):
+            harness.engine.generate([dataclasses.replace(noised[0], real_latent=3)])
 
     def test_stop_steps_do_not_disturb_each_other(self, harness: Harness) -> None:
         mixed = harness.engine.generate(harness.requests(3, 0, 2, 1))

@@ -39,7 +39,7 @@ STOCK_FIELDS = {
 }
 PLUGIN_FIELDS = {
     *("rollout_sigmas", "rollout_stop_step", "rollout_stop_output", "rollout_return_generated_output"),
-    *("rollout_conditioning", "rollout_client_id", "rollout_probe"),
+    *("rollout_conditioning", "rollout_client_id", "rollout_probe", "rollout_video_dtype"),
 }
 PICKLED = {  # what SGLang's allow-list has for tensors by value
     ("torch._utils", "_rebuild_tensor_v2"),
@@ -337,7 +337,7 @@ class FakeSGLang:
 
     async def _rollout(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        probe = "rollout_probe" in body
+        probe = body["prompt"] == "probe"
         fault = Fault() if probe else self.always or (self.script.popleft() if self.script else Fault())
         if not probe:
             self.requests.append(body)
@@ -401,12 +401,12 @@ class FakeSGLang:
         x, embeds, probe = self._start_of(body)
         if not probe:
             x = sigmas[0] * x
-        x_k, x0, velocities = self._sample(x, embeds, sigmas, stop)
+        x_k, x0, velocities = self._sample(x, embeds, sigmas, stop, self._hops_of(body, stop))
         self.forwards += len(velocities)
         decode = body["rollout_return_generated_output"]
         return {
             **self._reply(body, torch.stack([x_k, x0]), [sigmas[stop], torch.tensor(0.0)], sigmas, embeds),
-            "generated_output": self._decode(x0) if decode else None,
+            "generated_output": self._decode(x0, body["rollout_video_dtype"]) if decode else None,
             "miles_dmd2": {
                 "protocol": 1,
                 "client_id": body.get("rollout_client_id"),
@@ -442,30 +442,47 @@ class FakeSGLang:
         """x, the prompt's embedding, and whether both are a probe's."""
         if "rollout_probe" in body:
             probe = load(base64.b64decode(body["rollout_probe"]))
-            x, embeds = probe["x"], probe["prompt_embeds.0"][0]
+            x = probe["x"]
+            embeds = probe["prompt_embeds.0"][0] if "prompt_embeds.0" in probe else self._encoded(body["prompt"])
             if tuple(x.shape) != self.adapter.latent_shape:
                 raise Refused(500, f"Generation failed: the probe's x is {list(x.shape)}")
             return x, embeds, True
-        prompt = body["prompt"]
+        return self.adapter.initial_noise(body["seed"]), self._encoded(body["prompt"]), False
+
+    def _encoded(self, prompt: str) -> Tensor:
         if prompt not in self.embeds:
             (cond,) = self.adapter.encode_prompts(self.components, [prompt])
             self.embeds[prompt] = cond["prompt_embeds"]
-        return self.adapter.initial_noise(body["seed"]), self.embeds[prompt], False
+        return self.embeds[prompt]
 
-    def _sample(self, x: Tensor, embeds: Tensor, sigmas: Tensor, stop: int) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def _hops_of(self, body: dict[str, Any], stop: int) -> list[Tensor] | None:
+        """Of cps at noise level 1: the draws of the request's generator after the initial noise; None for ode."""
+        if body["rollout_sde_type"] == "ode":
+            return None
+        if (body["rollout_sde_type"], body["rollout_noise_level"]) != ("cps", 1.0):
+            raise Refused(500, f"not scripted: {body['rollout_sde_type']} at {body['rollout_noise_level']}")
+        generator = torch.Generator().manual_seed(body["seed"])
+        torch.randn(self.adapter.latent_shape, generator=generator)
+        return [torch.randn(self.adapter.latent_shape, generator=generator) for _ in range(stop)]
+
+    def _sample(
+        self, x: Tensor, embeds: Tensor, sigmas: Tensor, stop: int, hops: list[Tensor] | None = None
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
         cond = self.adapter.collate([{"prompt_embeds": embeds}])
         velocities = []
         for k in range(stop + 1):
             velocity = self.adapter.velocity(self.transformer, x.unsqueeze(0), sigmas[k].reshape(1), cond)[0]
             velocities.append(velocity)
-            if k < stop:
+            if k < stop and hops is None:
                 x = x + (sigmas[k + 1] - sigmas[k]) * velocity
+            elif k < stop:
+                x = (1 - sigmas[k + 1]) * (x - sigmas[k] * velocity) + sigmas[k + 1] * hops[k]
         return x, x - sigmas[stop] * velocities[-1], velocities
 
-    def _decode(self, x0: Tensor) -> dict[str, object]:
+    def _decode(self, x0: Tensor, dtype: str = "fp32") -> dict[str, object]:
         self.decoded += 1
-        media = self.adapter.decode(self.components, x0.unsqueeze(0))[0]
-        return packed(media.permute(3, 0, 1, 2).float() / 255)
+        media = self.adapter.decode(self.components, x0.unsqueeze(0))[0].permute(3, 0, 1, 2)
+        return packed(media if dtype == "fp32" else (media * 255).round().to(torch.uint8))
 
     def _reply(
         self, body: dict[str, Any], latents: Tensor, times: list[Tensor], sigmas: Tensor, embeds: Tensor

@@ -9,7 +9,7 @@ import torch
 from miles_dmd2.engines.local import LocalEngine
 from miles_dmd2.models.base import ModelAdapter
 from miles_dmd2.models.offload import held_bytes
-from tests.engines.contract import EngineContract, Harness
+from tests.engines.contract import EngineContract, Harness, real_latents
 from tests.families import Tiny, adapter, checkpoint, checkpoints, tiny
 
 __all__ = ["adapter", "checkpoint", "checkpoints", "tiny"]
@@ -30,7 +30,7 @@ def served(tiny: Tiny, checkpoint: Path) -> Iterator[Harness]:
 
     adapter.decode = counting
     reference = adapter.load_transformer().requires_grad_(False)
-    engine = LocalEngine(adapter)
+    engine = LocalEngine(adapter, real_latents=real_latents(adapter))
     yield Harness(engine, adapter, reference, tiny.prompts, decodes=lambda: decoded)
     engine.close()
 

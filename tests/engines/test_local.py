@@ -13,8 +13,8 @@ from miles_dmd2.engines.local import LocalEngine
 from miles_dmd2.models.base import Components
 from miles_dmd2.models.qwen_image import QwenImageAdapter
 from miles_dmd2.models.weights import checksum
-from miles_dmd2.types import RolloutRequest, WeightVersion
-from tests.engines.contract import GRID, Harness, stacked
+from miles_dmd2.types import WeightVersion
+from tests.engines.contract import GRID, Harness, real_latents, stacked
 from tests.tiny_qwen import PROMPTS, SIZE
 
 
@@ -49,7 +49,7 @@ def adapter(tiny_qwen: Path) -> Counting:
 
 def harness_of(adapter: Counting, **options: object) -> Harness:
     reference = adapter.load_transformer().requires_grad_(False)
-    engine = LocalEngine(adapter, **options)
+    engine = LocalEngine(adapter, **{"real_latents": real_latents(adapter), **options})
     return Harness(engine, adapter, reference, PROMPTS, decodes=lambda: adapter.decoded)
 
 
@@ -213,52 +213,14 @@ def test_grid_of_the_contract_is_shifted() -> None:
     assert GRID[1] > 0.75
 
 
-# -- SDE hops ---------------------------------------------------------------------------------------------------
-
-
-def by_hand(harness: Harness, request: RolloutRequest) -> tuple[Tensor, Tensor]:
-    """x_k and x0 of one sample: x' = (1 - s') x0 + s' noise, the noise from the draws after the first one."""
-    shape = harness.adapter.latent_shape
-    generator = torch.Generator().manual_seed(request.seed)
-    x = harness.adapter.initial_noise(request.seed)[None]
-    torch.randn(shape, generator=generator)
-    (cond,) = harness.engine.conditioning([request.prompt])
-    on = harness.adapter.collate([cond])
-    for step in range(request.stop_step + 1):
-        sigma, after = request.sigmas[step], request.sigmas[step + 1]
-        with torch.no_grad():
-            x0 = x - sigma * harness.adapter.velocity(harness.reference, x, torch.tensor([sigma]), on)
-        if step == request.stop_step:
-            return x[0], x0[0]
-        x = (1 - after) * x0 + after * torch.randn(shape, generator=generator)
-    raise AssertionError
-
-
-def test_sde_hops_are_noised_afresh_from_the_sample_s_own_seed(shared: Harness) -> None:
-    shared.load(0)
-    requests = [replace(r, sample_type="sde") for r in shared.requests(0, 1, 2, 3, 3)]
-    samples = shared.engine.generate(requests)
-    for request, sample in zip(requests, samples, strict=True):
-        x_k, x0 = by_hand(shared, request)
-        torch.testing.assert_close(sample.x_k, x_k, rtol=0, atol=1e-5)
-        torch.testing.assert_close(sample.x0, x0, rtol=0, atol=1e-5)
-    ode = shared.engine.generate([replace(r, sample_type="ode") for r in requests])
-    assert torch.equal(samples[0].x_k, ode[0].x_k), "step 0 starts from noise alone"
-    assert all((a.x_k - b.x_k).abs().max() > 0.1 for a, b in zip(samples[1:], ode[1:], strict=True))
-    mixed = shared.engine.generate(
-        [*requests[:2], *(replace(r, sample_id=90 + r.sample_id) for r in shared.requests(1, 3))]
-    )
-    assert [s.sample_id for s in mixed][:2] == [r.sample_id for r in requests[:2]]
-    torch.testing.assert_close(mixed[1].x_k, samples[1].x_k, rtol=0, atol=1e-5)
+# -- hops and real latents -------------------------------------------------------------------------------------
 
 
 def test_an_unknown_hop_is_refused(shared: Harness) -> None:
+    shared.load(0)
     (request,) = shared.requests(1)
     with pytest.raises(ValueError, match="sample_type must be one of"):
         shared.engine.generate([replace(request, sample_type="cps")])
-
-
-# -- real latents -----------------------------------------------------------------------------------------------
 
 
 def latents_of(adapter: Counting, value: float) -> Tensor:

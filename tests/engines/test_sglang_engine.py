@@ -17,7 +17,7 @@ from miles_dmd2.engines.base import EngineError
 from miles_dmd2.engines.sglang.engine import SGLangEngine, SGLangSettings
 from miles_dmd2.models.qwen_image import QwenImageAdapter
 from miles_dmd2.types import RolloutSample, WeightVersion
-from tests.engines.contract import GRID, EngineContract, Harness, all_equal
+from tests.engines.contract import GRID, EngineContract, Harness, all_equal, real_latents
 from tests.engines.fake_sglang import FakeSGLang, Fault, running
 from tests.tiny_qwen import PROMPTS, SIZE
 
@@ -36,7 +36,8 @@ def harness_of(adapter: QwenImageAdapter, engine: SGLangEngine, *fakes: FakeSGLa
 def contract(adapter: QwenImageAdapter, request: pytest.FixtureRequest) -> Iterator[Harness]:
     torch.set_num_threads(1)
     with running(FakeSGLang(adapter), FakeSGLang(adapter)) as fakes:
-        engine = SGLangEngine(adapter, fakes, SGLangSettings(weight_sync=request.param))
+        settings = SGLangSettings(weight_sync=request.param)
+        engine = SGLangEngine(adapter, fakes, settings, real_latents=real_latents(adapter))
         yield harness_of(adapter, engine, *fakes)
         engine.close()
 
@@ -152,16 +153,15 @@ def test_training_skips_the_decode_and_eval_always_decodes(adapter: QwenImageAda
     assert [sample.media is None for sample in [*training, *pictures]] == [True] * 3 + [False] * 3
 
 
-def test_a_request_that_the_wire_cannot_carry_is_refused_before_any_is_sent(
+def test_a_server_without_the_plugin_is_not_asked_for_what_it_cannot_do(
     adapter: QwenImageAdapter, start: Start
 ) -> None:
-    fake = FakeSGLang(adapter)
+    fake = FakeSGLang(adapter, plugin=False)
     harness = start(fake)
+    harness.engine._real_latents = real_latents(adapter)
     first, second = harness.requests(0, 1)
     for fields in ({"sample_type": "sde"}, {"real_latent": 0}):
-        with pytest.raises(
-            ValueError, match=f"request for sample {second.sample_id}: SGLang's server rolls out by ode"
-        ):
+        with pytest.raises(EngineError, match=f"sample {second.sample_id}: .* from noise by Euler steps only"):
             harness.engine.generate([first, dataclasses.replace(second, **fields)])
     assert fake.requests == []
 

@@ -21,7 +21,6 @@ from miles_dmd2.engines.sglang.wire import (
     Ask,
     StaleWeightsError,
     WireError,
-    check_servable,
     error_text,
     parse_conditioning,
     parse_json,
@@ -109,6 +108,7 @@ def test_an_eval_request_decodes_and_the_first_of_a_prompt_asks_for_its_conditio
         "rollout_sigmas": list(GRID[:-1]),
         "rollout_stop_step": 3,
         "rollout_return_generated_output": True,
+        "rollout_video_dtype": "uint8",
         "rollout_client_id": "7.0.abc",
         "rollout_conditioning": ["encoder_hidden_states"],
     }
@@ -133,17 +133,18 @@ def probe_of(adapter: QwenImageAdapter) -> Probe:
     return Probe(x, torch.tensor([0.7]), adapter.probe_conditioning(), torch.zeros_like(x))
 
 
-@pytest.mark.parametrize(
-    ("fields", "asked"),
-    [
-        ({"sample_type": "sde"}, "sample_type 'sde', real_latent None"),
-        ({"real_latent": 0}, "sample_type 'ode', real_latent 0"),
-    ],
-)
-def test_a_way_to_x_k_that_is_not_on_the_wire_is_refused(fields: dict[str, Any], asked: str) -> None:
-    check_servable([REQUEST])
-    with pytest.raises(ValueError, match=f"^request for sample 8: SGLang's server rolls out by ode, not {asked}$"):
-        check_servable([REQUEST, dataclasses.replace(REQUEST, sample_id=8, **fields)])
+def test_published_hops_are_sglangs_cps_at_noise_level_one(adapter: QwenImageAdapter) -> None:
+    body = rollout_body(dataclasses.replace(ASK, request=dataclasses.replace(REQUEST, sample_type="sde")), adapter)
+    assert (body["rollout_sde_type"], body["rollout_noise_level"]) == ("cps", 1.0)
+    assert body.keys() == rollout_body(ASK, adapter).keys()
+
+
+def test_a_latent_to_start_from_travels_alone(adapter: QwenImageAdapter) -> None:
+    start = normal(3, adapter.latent_shape)
+    body = rollout_body(dataclasses.replace(ASK, start=start), adapter)
+    sent = load(base64.b64decode(str(body["rollout_probe"])))
+    assert sent.keys() == {"x"}
+    assert torch.equal(sent["x"], start)
 
 
 def test_a_probe_request_carries_its_input(adapter: QwenImageAdapter) -> None:
@@ -340,7 +341,7 @@ EVAL_FAULTS = {
     "embedding garbled": (EMBEDS(lambda v: [{**v[0], "data": b""}]), r"encoder_hidden_states\[0\]: not safetensors"),
     "no picture": (PICTURE(None), "generated_output must be a tensor"),
     "picture of another size": (PICTURE(redone(lambda t: t[..., :16].clone())), r"must be \[3, frames, 32, 32\]"),
-    "picture NaN": (PICTURE(redone(with_one(NAN))), "generated_output is not finite"),
+    "picture NaN": (PICTURE(redone(lambda t: with_one(NAN)(t.float()))), "generated_output is not finite"),
     "not decoded": (put("miles_dmd2", "decoded")(False), "decoded is False"),
 }
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_dmd2.cluster.runtime import sweep_sessions
+from miles_dmd2.observability.declared import without_machine
 
 ROOT = Path(__file__).parents[2]
 VICTIMS = ("driver", "engine", "critic", "actor", "tree")
@@ -250,9 +251,9 @@ def states(run_dir: Path) -> dict[str, Any]:
 
 
 def rows(run_dir: Path) -> list[dict[str, Any]]:
-    """The metrics without clocks."""
+    """The metrics without seconds and bytes."""
     lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    return [{key: value for key, value in row.items() if not key.startswith("time/")} for row in lines]
+    return [without_machine(row) for row in lines]
 
 
 def weights(pipeline: Path) -> bytes:

@@ -21,8 +21,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from miles_dmd2.algo import normal, sigma_grid
 from miles_dmd2.models.base import Components, ModelAdapter
 from miles_dmd2.models.export import StudentSampling
+from miles_dmd2.models.loading import eight_bit
 from miles_dmd2.models.offload import held_bytes
-from miles_dmd2.models.registry import FAMILIES, build_adapter
+from miles_dmd2.models.registry import FAMILIES, adapter_class, build_adapter
 from miles_dmd2.training.conditioning import StopStepConditioning
 from tests.families import TINY, Tiny
 from tests.models import pipelines
@@ -74,7 +75,9 @@ def close(a: Tensor, b: Tensor, tolerance: float = FP32) -> None:
 
 
 def test_every_registered_family_is_tested_here() -> None:
-    assert list(dict.fromkeys(tiny.name for tiny in TINY)) == [family.name for family in FAMILIES]
+    """All that the local engine generates with; test_minimax_h3.py is of the other."""
+    embedded = [family.name for family in FAMILIES if adapter_class(family).embedded]
+    assert list(dict.fromkeys(tiny.name for tiny in TINY)) == embedded
 
 
 # -- the pipeline's own forward ----------------------------------------------------------------------------------
@@ -129,9 +132,10 @@ def test_pixels_are_the_pipelines(
 ) -> None:
     media = adapter.decode(components, together.final)
     assert media.shape == (3, tiny.num_frames, *tiny.size, 3)
-    assert media.dtype == torch.uint8
-    assert len(media.unique()) > 16
-    difference = media.numpy().astype(int) - together.pictures.astype(int)
+    assert media.dtype == torch.float32
+    assert 0 <= media.min() < media.max() <= 1
+    assert len(eight_bit(media).unique()) > 16
+    difference = eight_bit(media).numpy().astype(int) - together.pictures.astype(int)
     assert abs(difference).max() <= 1  # another order of sums may round to the next of 256 levels
     assert (difference != 0).mean() < 0.01
 
@@ -382,7 +386,7 @@ def test_an_exported_student_is_what_plain_diffusers_samples(
     ours = pipelines.sample(exported, components, tiny.prompts, SEEDS, sigma_grid(num_steps, shift))
     assert ours.std() > 0.1
     close(ours, theirs.final, 2e-5)
-    difference = exported.decode(components, ours).numpy().astype(int) - theirs.pictures.astype(int)
+    difference = eight_bit(exported.decode(components, ours)).numpy().astype(int) - theirs.pictures.astype(int)
     assert abs(difference).max() <= 1
     assert (difference != 0).mean() < 0.01
     with pytest.raises(ValueError, match="exists already"):

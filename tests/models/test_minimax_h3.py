@@ -223,10 +223,12 @@ def test_defaults_are_the_release(h3_checkpoint: Path) -> None:
     adapter = build_adapter(h3_checkpoint)
     assert isinstance(adapter, MiniMaxH3Adapter)
     assert (adapter.height, adapter.width, adapter.num_frames) == (768, 1344, 124)
-    assert adapter.notes == ()
+    assert adapter.notes == ("clips of 124 frames, 5.17 s, 1344 x 768, with sound",)
     assert adapter.audio_ratio == 0.25
     assert [part.size for part in adapter.parts] == [37 * 24 * 42 * 96, 2 * 207 * 32]
-    assert build_adapter(h3_checkpoint, 64, 32, 5).notes == ("clips of 0.21 s: the release is made for 4 to 15 s",)
+    short = build_adapter(h3_checkpoint, 64, 32, seconds=0.1)
+    assert short.num_frames == 5
+    assert short.notes == ("clips of 5 frames, 0.21 s, 32 x 64, with sound: the release is made for 4 to 15 s",)
 
 
 def test_the_tiny_one_has_every_argument_of_the_real_one() -> None:

@@ -152,7 +152,7 @@ def test_digits_as_real_latents_look_like_the_digits(tmp_path: Path) -> None:
     digits = data.load(12)
     assert content.prompts == tuple(data.prompt_of(int(label)) for label in digits.labels)
     adapter = build_adapter(latents.PIPELINE, data.IMAGE_SIZE, data.IMAGE_SIZE)
-    pictures = adapter.decode(adapter.load_components(), content.latents)[:, 0].permute(0, 3, 1, 2) / 127.5 - 1
+    pictures = adapter.decode(adapter.load_components(), content.latents)[:, 0].permute(0, 3, 1, 2) * 2 - 1
     error = (pictures - data.enlarge(digits.grey)).abs().mean((1, 2, 3))
     others = (pictures - data.enlarge(digits.grey).roll(1, 0)).abs().mean((1, 2, 3))
     assert error.max() < 0.15

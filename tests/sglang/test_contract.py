@@ -11,7 +11,7 @@ from miles_dmd2.algo import rollout
 from miles_dmd2.engines.local import LocalEngine
 from miles_dmd2.engines.sglang.engine import SGLangEngine, SGLangSettings
 from miles_dmd2.models.qwen_image import QwenImageAdapter
-from tests.engines.contract import GRID, EngineContract, Harness, stacked
+from tests.engines.contract import GRID, EngineContract, Harness, real_latents, stacked
 from tests.tiny_qwen import PROMPTS, SIZE
 
 pytestmark = pytest.mark.sglang
@@ -23,7 +23,7 @@ SAME = 2e-5
 @pytest.fixture(scope="module")
 def shared(server: Any, qwen_pipeline: Path) -> Iterator[Harness]:
     adapter = QwenImageAdapter(qwen_pipeline, SIZE, SIZE)
-    engine = SGLangEngine(adapter, [server], SGLangSettings(require_plugin=True))
+    engine = SGLangEngine(adapter, [server], SGLangSettings(require_plugin=True), real_latents=real_latents(adapter))
     reference = adapter.load_transformer().requires_grad_(False)
     yield Harness(engine, adapter, reference, PROMPTS, same=SAME, exact=False)
     engine.close()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from miles_dmd2.algo import normal, sigma_grid
 from miles_dmd2.engines.sglang_plugin import protocol
 from miles_dmd2.models.base import ModelAdapter
+from miles_dmd2.models.loading import eight_bit
 from miles_dmd2.models.registry import build_adapter
 from miles_dmd2.types import Probe
 from tests.sglang.raw import CANVAS, STOCK, Server, content, encoded, tensors_of
@@ -183,8 +184,11 @@ def test_the_picture_is_of_x0_and_only_when_asked(raw: Server, adapter: ModelAda
     assert torch.equal(latents(reply), latents(without))
     drawn = adapter.serving.media(reply["generated_output"])
     expected = adapter.decode(adapter.load_components(), latents(reply)[1].unsqueeze(0))[0]
-    assert len(expected.unique()) > 2
-    assert (drawn.int() - expected.int()).abs().max() <= 1
+    assert len(eight_bit(expected).unique()) > 2
+    assert drawn.dtype == torch.float32
+    assert (drawn - expected).abs().max() <= 1 / 255
+    rounded = adapter.serving.media(ask(raw, 1, rollout_video_dtype="uint8")["generated_output"])
+    assert torch.equal(rounded, eight_bit(drawn))
 
 
 def test_only_the_conditioning_that_is_asked_for(raw: Server, adapter: ModelAdapter) -> None:

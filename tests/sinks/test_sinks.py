@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from miles_dmd2.observability import PhaseClock, SinkGroup
+from miles_dmd2.observability import PhaseClock, SinkGroup, throughput
 from miles_dmd2.sinks.console import ConsoleSink
 from miles_dmd2.sinks.jsonl import JsonlSink, read_jsonl
 from miles_dmd2.sinks.status import StatusSink
@@ -92,6 +92,15 @@ def test_phase_clock_adds_up_and_forgets(monkeypatch: pytest.MonkeyPatch) -> Non
             pass
     assert clock.take() == {"time/sync": 3.0}
     assert clock.take() == {}
+
+
+def test_throughput_is_of_the_phases_that_train() -> None:
+    """An eval and a checkpoint of an hour each slow nothing down."""
+    seconds = {"time/sync": 1.0, "time/generate": 4.0, "time/critic": 3.0, "time/actor": 2.0, "time/eval": 3600.0}
+    seconds["time/save"] = 3600.0
+    found = throughput(20, seconds, ("sync", "generate", "critic", "actor"))
+    assert found == {"throughput/generated_per_second": 5.0, "throughput/samples_per_second": 2.0}
+    assert throughput(20, {}, ("sync",)) == {}
 
 
 def test_status_says_what_the_run_is_doing(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from miles_dmd2.config.clock import EVERY_ROLLOUT, StudentClock
+from miles_dmd2.observability.declared import without_machine
 from miles_dmd2.training import ActorTrainer, CriticTrainer, OptimizerSettings, Ranks, TrainerSettings, wanted_ids
 from miles_dmd2.training.batching import TrainInputHook
 from miles_dmd2.training.scoring import Guidance, ScoreSigma
@@ -162,7 +163,7 @@ def train(ranks: Ranks, setup: Setup, rollouts: int = 3) -> Run:
     metrics = []
     for rollout_id in range(rollouts):
         for role, values in zip(("critic", "actor"), one_rollout(critic, actor, setup, rollout_id), strict=True):
-            metrics.append({f"{role}/{name}": value for name, value in values.items()})
+            metrics.append(without_machine({f"{role}/{name}": value for name, value in values.items()}))
     exported = {kind: update.payload or {} for kind, update in actor.export_weights().items()}
     return Run(weights(critic), weights(actor), exported, metrics)
 

@@ -18,13 +18,21 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from miles_dmd2.engines.base import EngineError, RolloutEngine, check_requests, check_samples, check_update
+from miles_dmd2.algo import add_noise
+from miles_dmd2.engines.base import (
+    EngineError,
+    RolloutEngine,
+    check_real_latents,
+    check_requests,
+    check_samples,
+    check_update,
+)
 from miles_dmd2.engines.sglang.calls import Calls
 from miles_dmd2.engines.sglang.http import Transport
 from miles_dmd2.engines.sglang.pool import TROUBLE, Job, Link, Pool, SGLangSettings, State
 from miles_dmd2.engines.sglang.server import Server
 from miles_dmd2.engines.sglang.weights import Push, WeightStore, in_memory, on_disk
-from miles_dmd2.engines.sglang.wire import Answer, Ask, check_servable, parse_conditioning, parse_rollout
+from miles_dmd2.engines.sglang.wire import Answer, Ask, parse_conditioning, parse_rollout
 from miles_dmd2.models.base import ModelAdapter
 from miles_dmd2.types import Conditioning, RolloutRequest, RolloutSample, WeightUpdate, WeightVersion
 
@@ -50,16 +58,19 @@ class SGLangEngine(RolloutEngine):
         settings: SGLangSettings | None = None,
         *,
         checkpoint_version: WeightVersion | None = None,
+        real_latents: Tensor | None = None,
     ) -> None:
         """Shakes hands with every server; awake. EngineError: one cannot be used, and why.
 
-        checkpoint_version: the servers' own weights may be served, under this version, before any push.
+        checkpoint_version: the servers' own weights may be served, under this version, before any push. real_latents:
+        `[n, *latent]` that requests name by row; the noised one is sent with its request.
         """
         if not servers:
             raise ValueError("an SGLang engine needs at least one server")
         self._adapter = adapter
         self._settings = settings or SGLangSettings()
         self._shapes = adapter.weight_shapes()
+        self._real_latents = real_latents
         self._store: WeightStore | None = None
         self._prompts: OrderedDict[str, Conditioning] = OrderedDict()  # one canvas to an engine: the prompt is the key
         self._version = checkpoint_version
@@ -182,7 +193,7 @@ class SGLangEngine(RolloutEngine):
         if self._version is None:
             raise EngineError("no weights yet: push some with load_weights, or name a checkpoint_version")
         check_requests(requests)
-        check_servable(requests)
+        check_real_latents(requests, self._real_latents)
         self._check_cut(requests)
         return self._run(self._generate(requests, self._version))
 
@@ -238,15 +249,28 @@ class SGLangEngine(RolloutEngine):
         return records
 
     def _job(self, request: RolloutRequest, *, conditioning: bool) -> Job[Answer]:
+        sent, start = self._on_the_wire(request)
+
         async def work(link: Link, attempt: int) -> Answer:
             client_id = f"{request.sample_id}.{attempt}.{secrets.token_hex(8)}"
             digest = None if self._current is None else self._current.digest
-            ask = Ask(request, client_id, digest, link.capabilities.plugin, conditioning)
+            ask = Ask(sent, client_id, digest, link.capabilities.plugin, conditioning, start=start)
             answer = await self._calls.ask(link, ask, parse_rollout)
             self._forwards += answer.forwards
             return answer
 
         return Job(f"sample {request.sample_id}", work)
+
+    def _on_the_wire(self, request: RolloutRequest) -> tuple[RolloutRequest, Tensor | None]:
+        """The request as a server can serve it: a real latent is noised here, and its one step is a grid of its own."""
+        if request.real_latent is None:
+            return request, None
+        assert self._real_latents is not None
+        sigma = request.sigmas[request.stop_step]
+        noise = self._adapter.initial_noise(request.seed).unsqueeze(0)
+        real = self._real_latents[request.real_latent].unsqueeze(0)
+        x_k = add_noise(real, noise, torch.tensor([sigma], dtype=torch.float32))[0]
+        return replace(request, sigmas=(sigma, 0.0), stop_step=0, real_latent=None, sample_type="ode"), x_k
 
     def _conditioning_job(self, prompt: str) -> Job[Conditioning]:
         request = RolloutRequest(0, prompt, 0, (1.0, 0.0), 0)
@@ -262,7 +286,9 @@ class SGLangEngine(RolloutEngine):
         """EngineError: what a server without the plugin cannot do."""
         stock = [link.url for link in self._pool.links if not link.capabilities.plugin and link.state is not State.GONE]
         for request in requests if stock else ():
-            if request.sigmas[0] != 1:
+            if request.sample_type != "ode" or request.real_latent is not None:
+                why = "rolls out from noise by Euler steps only"
+            elif request.sigmas[0] != 1:
                 why = f"starts at sigma 1, not at {request.sigmas[0]}"
             elif request.decode and request.stop_step != len(request.sigmas) - 2:
                 why = f"decodes the last step's picture only, not that of step {request.stop_step}"

@@ -23,6 +23,7 @@ from miles_dmd2.engines.base import EngineError
 from miles_dmd2.engines.sglang.environment import TESTED, is_tested
 from miles_dmd2.engines.sglang_plugin.protocol import KEY, PROTOCOL
 from miles_dmd2.models.base import ModelAdapter
+from miles_dmd2.models.loading import eight_bit
 from miles_dmd2.types import Conditioning, Probe, RolloutRequest
 
 TIMESTEPS = 1000  # a reply's timesteps are sigma x 1000
@@ -31,6 +32,7 @@ PROBE_PROMPT = "probe"  # the server encodes some prompt before the plugin puts 
 ForwardDtype = Literal["fp32", "bf16"]
 # What the plugin says about the transformer's parameters -> the forward dtype; bf16 models keep some in fp32.
 _DTYPES: Mapping[str, ForwardDtype] = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "mixed": "bf16"}
+_MEDIA = {"uint8": torch.uint8, "fp32": torch.float32}
 _REPORT = {"protocol", "client_id", "stop_step", "forwards", "weights", "decoded", "velocity"}  # the plugin's part
 
 
@@ -48,7 +50,8 @@ class Ask:
 
     plugin: False for a stock server, which is asked for the whole rollout with its debug tensors. conditioning: whether
     the prompt's conditioning comes back. weights: digest of the weights that must have answered, None where the server
-    has been sent none. probe: run on this input instead.
+    has been sent none. probe: run on this input instead. start: begin with this latent in the place of the seed's
+    noise; stop step 0 only.
     """
 
     request: RolloutRequest
@@ -57,6 +60,7 @@ class Ask:
     plugin: bool = True
     conditioning: bool = False
     probe: Probe | None = None
+    start: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +95,6 @@ class Capabilities:
 # -- requests ------------------------------------------------------------------------------------------------
 
 
-def check_servable(requests: Sequence[RolloutRequest]) -> None:
-    """ValueError, naming the sample: a way to x_k that is not on the wire. What SGLang calls sde is another hop."""
-    for request in requests:
-        if request.sample_type != "ode" or request.real_latent is not None:
-            asked = f"sample_type {request.sample_type!r}, real_latent {request.real_latent}"
-            raise ValueError(f"request for sample {request.sample_id}: SGLang's server rolls out by ode, not {asked}")
-
-
 def rollout_body(ask: Ask, adapter: ModelAdapter) -> dict[str, object]:
     """JSON body of `POST /rollout/generate`. The grid goes without its terminal 0, rounded to fp32."""
     request, stop = ask.request, ask.request.stop_step
@@ -110,8 +106,10 @@ def rollout_body(ask: Ask, adapter: ModelAdapter) -> dict[str, object]:
         "num_inference_steps": len(request.sigmas) - 1,
         "num_outputs_per_prompt": 1,
         "rollout": True,
-        "rollout_sde_type": "ode",
-        "rollout_noise_level": 0.0,
+        # What SGLang calls sde is another hop. At noise level 1 its cps is x' = (1 - s') x0 + s' noise, from the draws
+        # of the sample's generator after its initial noise.
+        "rollout_sde_type": "cps" if request.sample_type == "sde" else "ode",
+        "rollout_noise_level": 1.0 if request.sample_type == "sde" else 0.0,
         "rollout_log_prob_no_const": True,
         "rollout_debug_mode": not ask.plugin,
         "rollout_return_denoising_env": ask.conditioning,
@@ -123,11 +121,15 @@ def rollout_body(ask: Ask, adapter: ModelAdapter) -> dict[str, object]:
         body["rollout_sigmas"] = _grid(request)[:-1].tolist()
         body["rollout_stop_step"] = stop
         body["rollout_return_generated_output"] = request.decode
+        if request.decode:
+            body["rollout_video_dtype"] = request.video_dtype
         body["rollout_client_id"] = ask.client_id
         if ask.conditioning:
             body["rollout_conditioning"] = list(adapter.serving.conditioning_names)
-        if ask.probe is not None:
-            tensors = {name: value.contiguous() for name, value in adapter.serving.probe(ask.probe).items()}
+        given = {} if ask.start is None else {"x": ask.start}
+        given |= {} if ask.probe is None else adapter.serving.probe(ask.probe)
+        if given:
+            tensors = {name: value.contiguous() for name, value in given.items()}
             body["rollout_probe"] = base64.b64encode(save(tensors)).decode()
     return body
 
@@ -200,9 +202,12 @@ def _stopped(reply: dict[str, Any], ask: Ask, adapter: ModelAdapter) -> tuple[Te
     x_k, x0 = (
         _latent(latent, name, adapter) for latent, name in zip(_steps(trajectory, 2), ("x_k", "x0"), strict=True)
     )
-    start = adapter.spread(adapter.part_sigmas(grid[:1]))[0]
-    if ask.request.stop_step == 0 and not torch.equal(x_k, start * adapter.initial_noise(ask.request.seed)):
-        raise WireError("x_k of step 0 is not the noise of its seed at the first sigma")
+    if ask.start is not None and not torch.equal(x_k, ask.start):
+        raise WireError("x_k is not the latent that was sent")
+    if ask.start is None and ask.request.stop_step == 0:
+        first = adapter.spread(adapter.part_sigmas(grid[:1]))[0]
+        if not torch.equal(x_k, first * adapter.initial_noise(ask.request.seed)):
+            raise WireError("x_k of step 0 is not the noise of its seed at the first sigma")
     return x_k, x0
 
 
@@ -278,9 +283,12 @@ def _media(reply: dict[str, Any], ask: Ask, adapter: ModelAdapter) -> Tensor | N
         media = adapter.serving.media(tensor)
     except ValueError as error:
         raise WireError(f"generated_output: {error}") from error
-    if media.dtype != torch.uint8 or media.ndim != 4 or media.shape[1:] != (adapter.height, adapter.width, 3):
+    if ask.request.video_dtype == "uint8":
+        media = eight_bit(media)  # a server that does not round sends what its VAE made
+    wanted = _MEDIA[ask.request.video_dtype]
+    if media.dtype != wanted or media.ndim != 4 or media.shape[1:] != (adapter.height, adapter.width, 3):
         raise WireError(
-            f"generated_output must become uint8 [frames, {adapter.height}, {adapter.width}, 3], "
+            f"generated_output must become {wanted} [frames, {adapter.height}, {adapter.width}, 3], "
             f"got {media.dtype} {list(media.shape)}"
         )
     return _own(media)

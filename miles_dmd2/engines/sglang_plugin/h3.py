@@ -14,7 +14,7 @@ import torch
 from sglang.multimodal_gen.runtime.platforms.plugins import HookRegistry, HookType
 from torch import Tensor
 
-from miles_dmd2.engines.sglang_plugin.worker import Rollout, ours, report, skip_decode
+from miles_dmd2.engines.sglang_plugin.rollout import Rollout, decode_as_asked, ours, report
 
 PIPELINE = "MiniMaxH3Pipeline"
 TIMESTEPS = 1000  # a reply's timesteps are sigma x 1000
@@ -232,7 +232,7 @@ _H3 = _RUNTIME + "pipelines_core.stages.model_specific_stages.minimax_h3."
 HOOKS: dict[str, tuple[Callable[..., Any], HookType]] = {
     _H3 + "stages.denoising.MiniMaxH3DenoisingStage._run_full_loop": (run, HookType.AROUND),
     _H3 + "denoise_loop.minimax_h3_denoise_loop": (follow, HookType.AROUND),
-    _H3 + "stages.decoding.MiniMaxH3DecodingStage.forward": (skip_decode, HookType.AROUND),
+    _H3 + "stages.decoding.MiniMaxH3DecodingStage.forward": (decode_as_asked, HookType.AROUND),
     _H3 + "stages.decoding.MiniMaxH3DecodingStage.verify_output": (verify_decoded, HookType.AROUND),
     _RUNTIME + "models.dits.minimax_h3.MiniMaxH3DiTModel.__init__": (in_asked_dtype, HookType.AROUND),
     _RUNTIME + "models.encoders.minimax_h3_qwen3vl.MiniMaxH3Qwen3VLEncoder.__init__": (

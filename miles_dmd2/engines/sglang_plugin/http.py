@@ -24,7 +24,13 @@ MAX_STEPS = 1000
 MAX_PROMPT = 32768
 MAX_PROBE = 2**28
 OURS = (
-    *("rollout_stop_step", "rollout_stop_output", "rollout_sigmas", "rollout_return_generated_output"),
+    *(
+        "rollout_stop_step",
+        "rollout_stop_output",
+        "rollout_sigmas",
+        "rollout_return_generated_output",
+        "rollout_video_dtype",
+    ),
     *("rollout_conditioning", "rollout_client_id", "rollout_probe"),
 )
 
@@ -34,7 +40,8 @@ class RolloutRequest(io_struct.RolloutRequest):
 
     rollout_sigmas: the grid without its terminal 0; the stop step needs it. rollout_stop_step k: stop after the forward
     at step k. rollout_stop_output: the last returned latent is x0 = x_k - sigma_k v, or x_{k+1}.
-    rollout_return_generated_output: false skips the VAE. rollout_conditioning: names of the conditioning to return.
+    rollout_return_generated_output: false skips the VAE. rollout_video_dtype: of what it makes; uint8 is rounded here,
+    which is a quarter of fp32 on the wire. rollout_conditioning: names of the conditioning to return.
     rollout_client_id: echoed. rollout_probe: base64 of safetensors with "x" and conditioning in place of the prompt's.
     """
 
@@ -44,6 +51,7 @@ class RolloutRequest(io_struct.RolloutRequest):
     rollout_stop_output: Literal["x0", "next"] = "x0"
     rollout_sigmas: list[float] | None = None
     rollout_return_generated_output: bool = True
+    rollout_video_dtype: Literal["uint8", "fp32"] = "fp32"
     rollout_conditioning: list[str] | None = None
     rollout_client_id: str | None = None
     rollout_probe: str | None = None

@@ -2,63 +2,23 @@
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
-from safetensors.torch import load
 from sglang.multimodal_gen.runtime.platforms.plugins import HookRegistry, HookType
 from torch import Tensor
 
-from miles_dmd2.engines.sglang_plugin import kernels, protocol, weights
+from miles_dmd2.engines.sglang_plugin import h3, kernels, protocol, weights
+from miles_dmd2.engines.sglang_plugin.rollout import decode_as_asked, ours, report
 
-VISUAL = "visual"  # SGLang's name of the picture's latent stream
 # What a probe may set on a request beside "x": `name` or `name.index`.
 CONDITIONING = (
     *("prompt_embeds", "prompt_embeds_mask", "prompt_attention_mask", "prompt_seq_lens"),
     *("pooled_embeds", "clip_embedding_pos"),
 )
-
-
-@dataclass
-class Rollout:
-    """One request of ours on its way through the stages."""
-
-    options: dict[str, Any]
-    forwards: int = 0
-    x0: Tensor | None = None
-    after: Tensor | None = None  # x_{k+1} in fp32, before the scheduler casts it
-    velocity: Tensor | None = None
-    probe: dict[str, Tensor] = field(default_factory=dict)
-    audio: list[Tensor] = field(default_factory=list)  # of families with sound: its rows at every step
-
-    @property
-    def stop_step(self) -> int | None:
-        return self.options.get("rollout_stop_step")
-
-    @property
-    def sigmas(self) -> list[float] | None:
-        return self.options.get("rollout_sigmas")
-
-
-def ours(batch: Any) -> Rollout | None:
-    """The request's state; None for a request that uses none of our fields."""
-    if not batch.rollout:
-        return None
-    options = ((batch.extra or {}).get("diffusers_kwargs") or {}).get(protocol.KEY)
-    if options is None:
-        return None
-    state = batch.extra.get(protocol.KEY)
-    if state is None:
-        state = batch.extra[protocol.KEY] = Rollout(options)
-        if options.get("rollout_probe") is not None:
-            state.probe = load(base64.b64decode(options["rollout_probe"]))
-    return state
 
 
 def set_grid(original: Callable[..., Any], self: Any, batch: Any, server_args: Any) -> Any:
@@ -179,57 +139,8 @@ def finalize(original: Callable[..., Any], **kwargs: Any) -> None:
     report(batch, state)
 
 
-def report(batch: Any, state: Rollout) -> None:
-    """Our part of the reply; of the conditioning only what was asked for."""
-    data = batch.rollout_trajectory_data
-    wanted = state.options.get("rollout_conditioning")
-    if wanted is not None and data.denoising_env is not None:
-        environment = data.denoising_env
-        environment.image_kwargs, environment.guidance = None, None
-        environment.pos_cond_kwargs = _only(environment.pos_cond_kwargs, wanted)
-        if environment.neg_cond_kwargs is not None:
-            environment.neg_cond_kwargs = _only(environment.neg_cond_kwargs, wanted)
-    data.miles_dmd2 = {
-        "protocol": protocol.PROTOCOL,
-        "client_id": state.options.get("rollout_client_id"),
-        "stop_step": state.stop_step,
-        "forwards": state.forwards,
-        "weights": weights.served(),
-        "decoded": state.options.get("rollout_return_generated_output", True),
-        "velocity": state.velocity[0].cpu() if state.probe and state.velocity is not None else None,
-    }
-
-
-def _only(conditioning: dict[str, Any], names: list[str]) -> dict[str, Any]:
-    missing = [name for name in names if name not in conditioning]
-    if missing:
-        raise ValueError(f"rollout_conditioning: this model has no {missing}, only {sorted(conditioning)}")
-    return {name: conditioning[name] for name in names}
-
-
-def skip_decode(original: Callable[..., Any], self: Any, batch: Any, server_args: Any) -> Any:
-    """AROUND `DecodingStage.forward`: no picture where none was asked for.
-
-    The HTTP process takes the batch size from the output and each sample's picture from its elements: an array of
-    objects has both, and None becomes null.
-    """
-    state = ours(batch)
-    if state is None or state.options.get("rollout_return_generated_output", True):
-        return original(self, batch, server_args)
-    from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import OutputBatch
-
-    return OutputBatch(
-        output=np.full((int(batch.latents.shape[0]),), None, dtype=object),
-        rollout_trajectory_data=batch.rollout_trajectory_data,
-        metrics=batch.metrics,
-        usage=batch.usage,
-    )
-
-
 def add_hooks_of_family(self: Any, *args: Any, **kwargs: Any) -> None:
     """BEFORE `ComposedPipelineBase.__init__`: a family with stages of its own gets its hooks before they are built."""
-    from miles_dmd2.engines.sglang_plugin import h3
-
     if h3.builds(self):
         h3.add_hooks()
 
@@ -264,8 +175,6 @@ def answer(original: Callable[..., Any], self: Any, module_names: list[str] | No
 def capabilities(worker: Any) -> dict[str, Any]:
     """What this worker is: its hooks, its model, its dtype."""
     from sglang.multimodal_gen.runtime.managers.memory_managers.layerwise_offload import is_layerwise_offloaded_module
-
-    from miles_dmd2.engines.sglang_plugin import h3
 
     of_family = h3.applied() if h3.builds(worker.pipeline) else {}
     transformer = _transformer(worker)
@@ -334,7 +243,7 @@ HOOKS: dict[str, tuple[Callable[..., Any], HookType]] = {
     _DENOISING + "_predict_noise": (count_forward, HookType.AROUND),
     _ROLLOUT + "flow_rollout_controller.FlowRolloutController.transition": (exact_transition, HookType.AROUND),
     _ROLLOUT + "rollout_hooks.finalize_rollout_if_enabled": (finalize, HookType.AROUND),
-    _STAGES + "decoding.DecodingStage.forward": (skip_decode, HookType.AROUND),
+    _STAGES + "decoding.DecodingStage.forward": (decode_as_asked, HookType.AROUND),
     _MEMORY + "_move_modules": (move_modules, HookType.AROUND),
     _MEMORY + "_clear_torch_device_cache": (clear_cache, HookType.AROUND),
     _UPDATER + "_load_weights_into_module": (weights.guard, HookType.AROUND),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -32,6 +32,13 @@ class SinkGroup:
 
     def __init__(self, *sinks: Sink) -> None:
         self._sinks = list(sinks)
+
+    def start(self, name: str, make: Callable[[], Sink]) -> None:
+        """One more, of a service that may not be there: then it is left out from the start."""
+        try:
+            self._sinks.append(make())
+        except Exception as error:
+            logger.warning("%s does not log: %r", name, error)
 
     def phase(self, rollout_id: int, name: str) -> None:
         self._each("phase", rollout_id, name)
@@ -72,3 +79,10 @@ class PhaseClock:
         taken = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
         self._seconds.clear()
         return taken
+
+
+def throughput(samples: int, seconds: Mapping[str, float], phases: Sequence[str]) -> dict[str, float]:
+    """Samples per second of generating alone, and of all `phases`, from what `PhaseClock.take` returned."""
+    of = {"generated_per_second": ("generate",), "samples_per_second": phases}
+    totals = {name: sum(seconds.get(f"time/{phase}", 0.0) for phase in parts) for name, parts in of.items()}
+    return {f"throughput/{name}": samples / total for name, total in totals.items() if total > 0}
