@@ -134,17 +134,13 @@ def shared_memory_bytes(host: Mapping[str, int]) -> int:
 
 
 def limits(facts: Sequence[NodeFacts], config: Config) -> Limits:
-    """The smallest of what the nodes have, or as declared."""
-    devices = [node.device_memory for node in facts if node.device_memory is not None]
+    """The smallest of what the nodes have and what is declared."""
     cluster = config.cluster
-    declared = Limits(
-        None if cluster.gpu_memory_gb is None else cluster.gpu_memory_gb * GB,
-        None if cluster.host_memory_gb is None else cluster.host_memory_gb * GB,
-    )
-    return Limits(
-        declared.device if declared.device is not None or not devices else float(min(devices)),
-        declared.host if declared.host is not None else float(min(node.host_memory for node in facts)),
-    )
+    devices: list[float] = [node.device_memory for node in facts if node.device_memory is not None]
+    hosts: list[float] = [node.host_memory for node in facts]
+    devices += [] if cluster.gpu_memory_gb is None else [cluster.gpu_memory_gb * GB]
+    hosts += [] if cluster.host_memory_gb is None else [cluster.host_memory_gb * GB]
+    return Limits(min(devices, default=None), min(hosts))
 
 
 def _check_packages(facts: Sequence[NodeFacts], own: Mapping[str, str]) -> None:

@@ -68,9 +68,14 @@ def test_a_node_that_will_not_do_is_one_line(node: int, change: dict[str, object
         assert word in str(caught.value)
 
 
-def test_declared_memory_stands_for_what_nodes_have() -> None:
-    facts = [replace(node, device_memory=44 * GB, host_memory=GB) for node in good()]
-    check_nodes(facts, memory(), config_of("--gpu-memory-gb", "80", "--host-memory-gb", "2000"))
+def test_declared_memory_counts_if_it_is_less() -> None:
+    with pytest.raises(ConfigError, match="--gpu-memory-gb 44"):
+        check_nodes(good(), memory(), config_of("--gpu-memory-gb", "44"))
+    small = [replace(node, device_memory=44 * GB) for node in good()]
+    with pytest.raises(ConfigError, match="--gpu-memory-gb 44"):
+        check_nodes(small, memory(), config_of("--gpu-memory-gb", "80"))
+    without = [replace(node, device_memory=None) for node in good()]
+    check_nodes(without, memory(), config_of())
 
 
 def test_directories_that_all_nodes_must_see() -> None:

@@ -1,0 +1,209 @@
+"""The MiniMax H3 recipe: every figure of its source, both references, and the memory that it needs, offline."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from miles_dmd2.config import Config, ConfigError, ParsedRun, build_plan, parse
+from miles_dmd2.config.headers import read_components
+from miles_dmd2.config.memory import GB, Limits, MemoryPlan, build_memory, check_memory
+from miles_dmd2.config.options import OPTIONS
+from recipes import dmd2_h3_t2va_16gpu_multinode as recipe
+from tests import h3_headers
+
+WHERE = ["--checkpoint", "H3", "--sglang-python", "engine/python", "--prompts", "prompts", "--shared", "/shared/h3"]
+# Flags of the recipe that this version may lack; what it says of them is asserted as soon as they are there.
+AGREED = {
+    "diffusion_duration",
+    "diffusion_fps",
+    "save_eval_media_dir",
+    "debug_rollout_only",
+    "reference_transformer",
+    "gradient_checkpointing",
+}
+H200, TWO_TIB = 141 * GB, 2199 * GB
+
+
+def resolved(*more: str) -> tuple[ParsedRun, dict[str, str]]:
+    """The parsed command line of the recipe, and its flags as text."""
+    flags = recipe.command([*WHERE, *more])
+    said = {word.partition("=")[0].removeprefix("--").replace("-", "_"): word.partition("=")[2] for word in flags}
+    missing = {name for name in said if name not in OPTIONS and name.isidentifier()}
+    assert missing <= AGREED
+    known = [word for word in flags if word.removeprefix("--").partition("=")[0].replace("-", "_") not in missing]
+    return parse(known), said
+
+
+def only_there(config: Config, said: dict[str, str], name: str, value: object) -> None:
+    """A flag that is agreed: what the recipe says, and what it resolves to if this version has it."""
+    assert said[name] == str(value)
+    if name in OPTIONS:
+        assert getattr(getattr(config, OPTIONS[name].section), name) == value
+
+
+def test_every_figure_of_the_source() -> None:
+    parsed, said = resolved()
+    config, plan = parsed.config, build_plan(parsed.config, parsed.trainers)
+    critic, actor = parsed.trainers
+    assert (critic.role, actor.role) == ("critic", "actor")
+    for trainer in (critic, actor):
+        assert (trainer.lr, trainer.lr_schedule, trainer.lr_warmup_updates) == (2e-6, "constant", 0)
+        assert (trainer.adam_beta1, trainer.adam_beta2, trainer.weight_decay, trainer.clip_grad) == (
+            0.9,
+            0.999,
+            0.01,
+            1.0,
+        )
+        assert (trainer.window_size, trainer.num_ranks, trainer.micro_batch_size) == (64, 16, 1)
+        assert trainer.checkpoint == config.model.hf_checkpoint == Path("H3")
+    assert (critic.num_steps_per_rollout, actor.num_steps_per_rollout) == (5, 1)
+    assert (critic.total_updates, actor.total_updates) == (1000, 200)
+    assert (config.rollout.num_rollout, config.rollout.global_batch_size) == (200, 320)
+    assert config.model.forward_dtype == "bf16"
+    assert not config.keeps_ema
+
+    assert plan.student_steps == 4
+    shift_12 = [12 * u / (1 + 11 * u) for u in (1.0, 0.75, 0.5, 0.25)]
+    assert plan.sigmas == pytest.approx([*shift_12, 0.0], abs=1e-12)
+    rungs = [12 * t / (1000 + 11 * t) for t in (999, 749, 500, 250)]  # FastH3's own
+    assert max(abs(ours - theirs) for ours, theirs in zip(plan.sigmas, rungs, strict=False)) < 1.41e-4
+    assert (plan.stop_law, plan.sample_type, plan.student_input) == ("per_sample", "ode", "backward_simulation")
+    algorithm = config.algorithm
+    assert algorithm.dmd2_teacher_guidance_scale == config.rollout.diffusion_guidance_scale == 1.0
+    assert (algorithm.dmd2_critic_loss_space, algorithm.dmd2_score_sigma_range) == ("x0", (0.001, 0.999))
+    assert config.score_shift == 5.0
+    assert said["fsdp_flow_shift"] == "visual=5.0"
+    assert plan.forwards_per_update.cost == 31.5
+    assert config.rollout.rm_type == "none"
+
+    only_there(config, said, "diffusion_fps", 24)
+    only_there(config, said, "save_eval_media_dir", Path("/shared/h3/eval_media/run"))
+    assert (plan.evals, plan.eval_every) == (21, 10)  # at rollout 0, every tenth, after the last
+    assert config.evaluation.eval_prompt_data == Path("prompts/eval_media.jsonl")
+    assert config.rollout.prompt_data == Path("prompts/train.jsonl")
+
+
+def test_our_own_choices() -> None:
+    parsed, said = resolved()
+    config = parsed.config
+    assert (config.model.diffusion_height, config.model.diffusion_width) == (512, 896)
+    only_there(config, said, "diffusion_duration", 4)
+    assert (config.rollout.rollout_batch_size, config.rollout.n_samples_per_prompt) == (320, 1)
+    source = Path(recipe.__file__).read_text()
+    assert source.count("our choice") + source.count("Our choice") >= 4
+
+
+def test_where_it_runs() -> None:
+    config = resolved()[0].config
+    cluster = config.cluster
+    assert (cluster.device, cluster.actor_num_nodes, cluster.actor_num_gpus_per_node) == ("cuda", 2, 8)
+    assert (cluster.ray_address, config.num_engines, config.rollout.rollout_engine) == ("auto", 16, "sglang")
+    one_node = resolved("--nodes", "1", "--eval-interval", "20")[0].config
+    assert (one_node.num_ranks, one_node.num_engines, one_node.evaluation.eval_interval) == (8, 4, 20)
+    assert resolved("--ray-address", "10.0.0.1:6379")[0].config.cluster.ray_address == "10.0.0.1:6379"
+
+
+@pytest.mark.parametrize(("name", "steps"), [("teacher", 50), ("fasth3", 4)])
+def test_references(name: str, steps: int) -> None:
+    """The same prompts, seeds, canvas and grid shift as the run's evals; another number of steps, another directory."""
+    swap = ("--fasth3-transformer", "fast/transformer") if name == "fasth3" else ()
+    parsed, said = resolved("--reference", name, *swap)
+    run = resolved()[0].config
+    config = parsed.config
+    assert config.num_steps == steps
+    grid = build_plan(config, parsed.trainers).sigmas
+    assert grid == pytest.approx([12 * (1 - i / steps) / (1 + 11 * (1 - i / steps)) for i in range(steps + 1)])
+    assert (config.canvas, config.model.hf_checkpoint) == (run.canvas, run.model.hf_checkpoint)
+    assert config.evaluation.eval_prompt_data == run.evaluation.eval_prompt_data
+    assert config.evaluation.eval_samples_per_prompt == run.evaluation.eval_samples_per_prompt
+    assert config.rollout_seed == run.rollout_seed
+    assert config.rollout.diffusion_guidance_scale == 1.0
+    only_there(config, said, "debug_rollout_only", "eval")
+    only_there(config, said, "save_eval_media_dir", Path("/shared/h3/eval_media") / name)
+    only_there(config, said, "diffusion_fps", 24)
+    assert said.get("reference_transformer") == ("fast/transformer" if name == "fasth3" else None)
+    assert config.run.run_dir == Path("/shared/h3") / name
+
+
+def test_the_tiny_variant_is_the_same_recipe() -> None:
+    """Other sizes alone: every option that is no size, place or machine is the large one's."""
+    large, tiny = resolved()[0], resolved("--tiny")[0]
+    sizes = {"diffusion_height", "diffusion_width", "num_rollout", "global_batch_size", "rollout_batch_size"}
+    machine = {"device", "actor_num_nodes", "actor_num_gpus_per_node", "num_gpus_per_node", "rollout_num_engines"}
+    machine |= {"ray_address", "gpu_memory_gb", "host_memory_gb", "load_ranks_at_once", "start_timeout"}
+    machine |= {"phase_timeout", "sglang_weight_directory", "save_interval", "keep_last"}
+    different = {
+        name
+        for name, option in OPTIONS.items()
+        if getattr(getattr(large.config, option.section), name) != getattr(getattr(tiny.config, option.section), name)
+    }
+    assert different <= sizes | machine | {"diffusion_duration"}
+    assert tiny.config.cluster.device == "cpu"
+    assert {trainer.num_ranks for trainer in tiny.trainers} == {2}
+    assert build_plan(tiny.config, tiny.trainers).window_size == 4
+
+
+def test_options_of_the_user_win() -> None:
+    config = resolved("--lr", "1e-6", "--dmd2-score-sigma-range", "0.02", "0.98", "--rollout-num-engines=4")[0].config
+    assert (config.trainer.lr, config.algorithm.dmd2_score_sigma_range, config.num_engines) == (1e-6, (0.02, 0.98), 4)
+
+
+@pytest.mark.parametrize("more", [["--reference", "fasth3"], ["--fasth3-transformer", "x"], ["--reference", "else"]])
+def test_a_reference_that_cannot_be_is_refused(more: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        recipe.command([*WHERE, *more])
+    assert caught.value.code == 2
+    assert "--reference" in capsys.readouterr().err
+
+
+def test_it_is_a_script() -> None:
+    done = subprocess.run([sys.executable, recipe.__file__, "--help"], capture_output=True, text=True, check=True)
+    assert "--fasth3-transformer" in done.stdout
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return h3_headers.build(tmp_path_factory.mktemp("h3") / "MiniMax-H3")
+
+
+def planned(shapes: Path, *more: str) -> MemoryPlan:
+    parsed = resolved(*more)[0]
+    return build_memory(parsed.config, parsed.trainers, read_components(shapes))
+
+
+def test_memory_at_full_size(shapes: Path) -> None:
+    """33.1 billion parameters over 16 ranks: 8.28 GB of each kind of fp32 state on a GPU."""
+    first, second = planned(shapes).nodes
+    phases = {phase.name: phase for phase in first.phases}
+    shard = h3_headers.DIT_VALUES / 16 * 4
+    critic = phases["critic"].device
+    assert critic["master weights"] == critic["teacher"] == critic["gradients"] == pytest.approx(shard, rel=1e-3)
+    assert critic["moments"] == pytest.approx(2 * shard, rel=1e-3)
+    assert critic["gathered gradients"] == 645_571_840 * (2 + 4)
+    assert sum(critic.values()) < 50 * GB
+    engine = phases["generate"].device
+    assert engine["engine transformer"] == h3_headers.DIT_VALUES * 2
+    assert 48 * GB < engine["engine text_encoder"] < 54 * GB
+    assert 120 * GB < sum(engine.values()) < 126 * GB
+    copies = phases["actor"].host["host copy of engines"]
+    assert copies == 8 * sum(engine.values())
+    assert second.phases[-1].total("host") < first.phases[-1].total("host") < 1900 * GB
+    assert phases["start of critic"].host["loading"] == 2 * h3_headers.DIT_VALUES * 4
+
+
+def test_it_fits_where_it_is_meant_to_run_and_nowhere_smaller(shapes: Path) -> None:
+    check_memory(planned(shapes), Limits(H200, TWO_TIB))
+    with pytest.raises(ConfigError, match=r"--gpu-memory-gb 80: a GPU of node \d needs 12\d GB in the phase generate"):
+        check_memory(planned(shapes), Limits(80 * GB, TWO_TIB))
+    with pytest.raises(ConfigError, match=r"--host-memory-gb 1500: .*use fewer engines"):
+        check_memory(planned(shapes), Limits(H200, 1500 * GB))
+    with pytest.raises(ConfigError, match=r"phase start of critic.*--load-ranks-at-once"):
+        check_memory(planned(shapes, "--load-ranks-at-once", "8"), Limits(H200, TWO_TIB))
+    check_memory(planned(shapes, "--nodes", "1"), Limits(H200, TWO_TIB))
+    with pytest.raises(ConfigError, match="--host-memory-gb 2199"):
+        check_memory(planned(shapes, "--nodes", "1", "--rollout-num-engines", "8"), Limits(H200, TWO_TIB))
