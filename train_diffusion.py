@@ -177,8 +177,10 @@ def run(
         print(f"\nerror: {error} (details: {run_dir / 'logs'})\n{how_to_go_on(config, arguments)}", file=sys.stderr)
         return FAILED
     best = "ema" if config.keeps_ema else "raw"
-    student = f"the student is {run_dir}/student_{best}, its figures are in {run_dir}/summary.json"
-    print(f"done: {student if config.rollout.debug_rollout_only is None else 'nothing was trained'}")
+    done = f"the student is {run_dir}/student_{best}, its figures are in {run_dir}/summary.json"
+    if config.rollout.debug_rollout_only is not None:
+        done = f"nothing was trained; what was generated is in {config.eval_media[0] or run_dir}"
+    print(f"done: {done}")
     for failure in missing:  # nothing else is wrong with the run
         print(f"error: {failure} (details: {run_dir / 'logs'})", file=sys.stderr)
     return FAILED if missing else 0

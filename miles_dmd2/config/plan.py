@@ -241,6 +241,10 @@ def _notes(config: Config, critic: TrainerSpec) -> tuple[str, ...]:
             f"--diffusion-sigmas starts at {config.explicit_sigmas[0]:g}: rollouts scale the initial noise by it, "
             "plain diffusers pipelines do not"
         )
+    only = config.rollout.debug_rollout_only
+    if only is not None:
+        what = "the eval set is rendered once" if only == "eval" else "the rollouts are generated"
+        notes.append(f"--debug-rollout-only {only}: {what}, with the checkpoint's own weights; no trainer is started")
     frames = config.model.diffusion_num_frames
     if config.eval_media[0] is not None and config.evaluation.diffusion_fps is None and frames != 1:
         notes.append(

@@ -35,12 +35,6 @@ FLAGS: Table = {
     "shift no number": flags("--fsdp-flow-shift five", "--fsdp-flow-shift", "five", "a finite number"),
     "shift of nothing": flags("--fsdp-flow-shift 0", "--fsdp-flow-shift", "0", "> 0"),
     "metrics path": flags("--eval-metrics-path figures", "--eval-metrics-path", "figures", "module:function"),
-    "sde on SGLang": flags(
-        "--dmd2-student-sample-type sde --rollout-engine sglang --rollout-engine-url http://127.0.0.1:1",
-        "--dmd2-student-sample-type",
-        "sde",
-        "use ode",
-    ),
     "guidance": flags("--diffusion-guidance-scale 3", "--diffusion-guidance-scale", "3", "leave it at 1.0"),
     "apart": flags("--no-colocate", "--no-colocate", "not available", "leave --colocate on"),
     "batch": flags("--global-batch-size 17", "--global-batch-size", "17", "set 16"),

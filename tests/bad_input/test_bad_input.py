@@ -15,6 +15,7 @@ from tests.bad_input.bench import Bench, Case, skeleton
 from tests.bad_input.of_checkpoints import CHECKPOINTS
 from tests.bad_input.of_environment import ENVIRONMENT
 from tests.bad_input.of_flags import FLAGS
+from tests.bad_input.of_media import MEDIA
 from tests.bad_input.of_models import MODELS
 from tests.bad_input.of_prompts import PROMPTS
 from tests.bad_input.of_trainers import TRAINERS
@@ -30,6 +31,7 @@ KINDS = {
     "models": MODELS,
     "checkpoints": CHECKPOINTS,
     "environment": ENVIRONMENT,
+    "media": MEDIA,
 }
 CASES = {f"{kind}: {name}": case for kind, table in KINDS.items() for name, case in table.items()}
 SEEN: dict[str, str] = {}  # what a case was told, without what varies -> the case

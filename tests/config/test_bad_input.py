@@ -131,6 +131,11 @@ FLAGS: list[tuple[str, tuple[str, ...]]] = [
     ("--config nowhere.yaml", ("--config nowhere.yaml", "no such file", "YAML mapping")),
     ("--config /", ("--config /", "is a directory", "YAML mapping")),
     ("--trainer-config nowhere.yaml", ("--trainer-config nowhere.yaml", "no such file", "YAML list")),
+    ("--diffusion-fps 0", ("--diffusion-fps 0", "a number > 0")),
+    ("--diffusion-fps nan", ("--diffusion-fps nan", "a number > 0")),
+    ("--wandb-log-num-images -1", ("--wandb-log-num-images -1", "a whole number >= 0")),
+    ("--rollout-video-dtype fp16", ("fp16", "one of uint8, fp32")),
+    ("--reference-transformer x --debug-rollout-only train", ("--reference-transformer x", "eval")),
 ]
 
 

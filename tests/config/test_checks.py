@@ -12,6 +12,7 @@ from miles_dmd2.config import ConfigError
 from miles_dmd2.config.checks import (
     check_checkpoint,
     check_devices,
+    check_eval_media,
     check_packages,
     check_run_dir,
     find_checkpoint,
@@ -205,6 +206,20 @@ def test_directories_that_cannot_be_made(tmp_path: Path) -> None:
     text = refusal(lambda: check_dirs("--run-dir", str(file / "a" / "b")))
     assert f"cannot be made, {file} is a file" in text
     assert "--save" in refusal(lambda: check_dirs("--run-dir", str(tmp_path / "a"), "--save", str(file)))
+
+
+def test_eval_media_of_another_run_are_not_written_over(tmp_path: Path) -> None:
+    flags = ("--eval-prompt-data", "e", "--save-eval-media-dir", str(tmp_path / "media"))
+    check_eval_media(run(*flags).config)
+    check_eval_media(run().config)
+    (tmp_path / "media").write_text("")
+    assert "media: is a file" in refusal(lambda: check_eval_media(run(*flags).config))
+    (tmp_path / "media").unlink()
+    (tmp_path / "media" / "eval_000025").mkdir(parents=True)
+    check_eval_media(run(*flags).config)  # as long as there is nothing in it
+    (tmp_path / "media" / "eval_000025" / "index.jsonl").write_text("")
+    assert "another run (eval_000025)" in refusal(lambda: check_eval_media(run(*flags).config))
+    check_eval_media(run(*flags, "--load", "runs/a").config)  # evals of a run that is continued come again
 
 
 def test_a_directory_that_is_not_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

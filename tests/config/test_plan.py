@@ -73,6 +73,47 @@ def test_evals(flags: str, evals: int, kinds: tuple[str, ...]) -> None:
     assert (plan.evals, plan.eval_kinds) == (len(due), kinds) == (evals, kinds)
 
 
+KEPT = "--eval-prompt-data e --save-eval-media-dir m"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (KEPT, True),
+        (f"{KEPT} --diffusion-fps 24", False),
+        (f"{KEPT} --diffusion-num-frames 1", False),
+        ("--eval-prompt-data e", False),
+        ("--eval-prompt-data e --use-wandb", True),
+        ("--eval-prompt-data e --use-wandb --wandb-log-num-images 0", False),
+        ("--eval-prompt-data e --debug-rollout-only eval", True),
+    ],
+)
+def test_the_playback_rate_that_clips_fall_back_to_is_said(flags: str, said: bool) -> None:
+    notes = [note for note in plan_of(*flags.split()).notes if "play at 8 frames per second" in note]
+    assert len(notes) == said
+
+
+@pytest.mark.parametrize(
+    ("flags", "kept"),
+    [
+        ("", (None, None)),
+        ("--eval-prompt-data e", (None, None)),
+        (KEPT, (Path("m"), None)),
+        (f"{KEPT} --wandb-log-num-images 3 --use-wandb", (Path("m"), None)),  # complete whatever wandb shows
+        (f"{KEPT} --wandb-log-num-images 0", (Path("m"), None)),
+        ("--eval-prompt-data e --use-wandb --wandb-log-num-images 3 --run-dir r", (Path("r/eval"), 3)),
+        ("--eval-prompt-data e --debug-rollout-only eval --run-dir r", (Path("r/eval"), None)),
+        (f"{KEPT} --debug-rollout-only eval", (Path("m"), None)),
+    ],
+)
+def test_which_eval_samples_are_kept_and_where(flags: str, kept: tuple[Path | None, int | None]) -> None:
+    assert run(*flags.split()).config.eval_media == kept
+
+
+def test_a_run_without_trainers_says_so() -> None:
+    assert any("no trainer is started" in note for note in plan_of("--debug-rollout-only").notes)
+
+
 @pytest.mark.parametrize(("interval", "count"), [("3", 4), ("5", 2), ("10", 1), ("99", 1)])
 def test_checkpoints(interval: str, count: int) -> None:
     assert plan_of("--save-interval", interval).checkpoints == count

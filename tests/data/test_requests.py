@@ -9,6 +9,7 @@ import pytest
 
 from miles_dmd2.config.clock import StudentClock
 from miles_dmd2.data.requests import TrainingRequests, eval_requests, explicit_grid, grid
+from miles_dmd2.types import RolloutRequest
 
 PROMPTS = [f"prompt {i}" for i in range(7)]
 
@@ -100,3 +101,38 @@ def test_training_requests_never_ask_for_media_and_eval_requests_always_do() -> 
 def test_the_grid_is_the_published_one() -> None:
     assert grid(4, 1.0) == (1.0, 0.75, 0.5, 0.25, 0.0)
     assert grid(4, 12.0) == pytest.approx((1.0, 0.972973, 0.923077, 0.8, 0.0), abs=1e-6)
+
+
+# -- media and rewards -------------------------------------------------------------------------------------------
+
+
+def flat(source: TrainingRequests, rollout_id: int = 0) -> list[RolloutRequest]:
+    return [request for window in source(rollout_id) for request in window]
+
+
+def test_without_a_reward_function_no_training_request_asks_for_media() -> None:
+    assert not any(request.decode or request.scored for i in range(3) for request in flat(training(), i))
+
+
+def test_with_one_every_request_does_but_those_of_prompts_that_are_not_scored() -> None:
+    source = replace(training(), scored=True, unscored=frozenset({"prompt 3"}), video_dtype="fp32")
+    requests = [request for i in range(3) for request in flat(source, i)]
+    assert {request.prompt for request in requests} == set(PROMPTS)
+    for request in requests:
+        assert request.decode == request.scored == (request.prompt != "prompt 3")
+        assert request.video_dtype == "fp32"
+
+
+def test_rewards_move_neither_seeds_nor_stop_steps() -> None:
+    scored = replace(training(), scored=True)
+    plain = [replace(request, decode=False, scored=False) for request in flat(scored, 2)]
+    assert plain == flat(training(), 2)
+
+
+@pytest.mark.parametrize("scored", [False, True])
+def test_evals_always_decode(scored: bool) -> None:
+    requests = eval_requests(
+        PROMPTS, 2, grid(4, 1.0), 3, scored=scored, unscored=frozenset({"prompt 0"}), video_dtype="fp32"
+    )
+    assert all(request.decode and request.video_dtype == "fp32" for request in requests)
+    assert [request.scored for request in requests] == [False, False, *[scored] * 12]

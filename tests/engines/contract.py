@@ -354,6 +354,16 @@ class EngineContract:
 
     # -- media -----------------------------------------------------------------------------------------------
 
+    def test_media_in_fp32_are_those_in_uint8_before_rounding(self, harness: Harness) -> None:
+        request = harness.requests(3, decode=True)[0]
+        (rounded,) = harness.engine.generate([request])
+        (exact,) = harness.engine.generate([dataclasses.replace(request, video_dtype="fp32")])
+        assert rounded.media is not None
+        assert exact.media is not None
+        assert exact.media.dtype == torch.float32
+        assert 0 <= exact.media.min() < exact.media.max() <= 1
+        assert torch.equal((exact.media * 255).round().to(torch.uint8), rounded.media) or not harness.exact
+
     def test_media_only_when_asked(self, harness: Harness) -> None:
         before = harness.decodes()
         plain = harness.engine.generate(harness.requests(3, 3))

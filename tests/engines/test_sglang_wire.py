@@ -15,6 +15,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from miles_dmd2.algo import normal, sigma_grid
+from miles_dmd2.data.requests import TrainingRequests, eval_requests
 from miles_dmd2.engines.base import EngineError
 from miles_dmd2.engines.sglang.wire import (
     Answer,
@@ -112,6 +113,37 @@ def test_an_eval_request_decodes_and_the_first_of_a_prompt_asks_for_its_conditio
         "rollout_client_id": "7.0.abc",
         "rollout_conditioning": ["encoder_hidden_states"],
     }
+
+
+@pytest.mark.parametrize("rewards", [False, True])
+def test_training_asks_for_media_only_when_a_reward_reads_them(adapter: QwenImageAdapter, rewards: bool) -> None:
+    """What --rm-type none without --custom-rm-path saves: the decode, and the pixels on the wire."""
+    source = TrainingRequests(["a", "b"], 2, 2, 2, GRID, "per_sample", 0, scored=rewards, unscored=frozenset({"b"}))
+    for request in (request for window in source(0) for request in window):
+        body = rollout_body(Ask(request, "x", None), adapter)
+        wanted = rewards and request.prompt == "a"
+        assert body["rollout_return_generated_output"] is wanted
+        assert body.get("rollout_video_dtype") == ("uint8" if wanted else None)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "fp32"])
+def test_evals_ask_for_media_of_the_run_s_dtype(
+    adapter: QwenImageAdapter, replies: Callable[[Ask], Reply], dtype: str
+) -> None:
+    (request,) = eval_requests(["the digit one"], 1, GRID, 0, video_dtype=dtype)
+    ask = Ask(request, "x", None)
+    body = rollout_body(ask, adapter)
+    assert (body["rollout_return_generated_output"], body["rollout_video_dtype"]) == (True, dtype)
+    media = parsed(replies(ask), ask, adapter).media
+    assert media is not None
+    assert media.dtype == {"uint8": torch.uint8, "fp32": torch.float32}[dtype]
+    assert media.shape == (1, SIZE, SIZE, 3)
+    exact = Ask(dataclasses.replace(request, video_dtype="fp32"), "x", None)
+    in_fp32 = parsed(replies(exact), exact, adapter)
+    assert in_fp32.media is not None
+    assert 0 <= in_fp32.media.min() < in_fp32.media.max() <= 1
+    rounded = (in_fp32.media * 255).round().to(torch.uint8)
+    assert torch.equal(rounded, media if dtype == "uint8" else (media * 255).round().to(torch.uint8))
 
 
 def test_a_stock_server_is_sent_its_own_fields_only(adapter: QwenImageAdapter) -> None:
