@@ -37,6 +37,11 @@ class ModelSection(Section):
     diffusion_width: PositiveInt | None = Field(None, description="width in pixels (default: the checkpoint's own)")
     diffusion_num_frames: PositiveInt | None = Field(None, description="frames of a clip (default: the family's own)")
     forward_dtype: Literal["fp32", "bf16"] = Field("fp32", description="dtype of forwards; master weights stay fp32")
+    gradient_checkpointing: bool = Field(
+        False,
+        description="keep only the blocks' inputs for backward and compute each block again: less memory, a third "
+        "more work",
+    )
 
 
 class AlgorithmSection(Section):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ class Network:
         trainable: bool,
         forward_dtype: torch.dtype = torch.float32,
         master_dtype: torch.dtype = torch.float32,
+        gradient_checkpointing: bool = False,
         before_sharding: Callable[[nn.Module], None] | None = None,
     ) -> None:
         """Takes the module over. `before_sharding` may add parameters to it."""
@@ -42,6 +44,8 @@ class Network:
             module.to(master_dtype)
         self.forwards = 0  # samples that went through a forward
         self._adapter = adapter
+        if gradient_checkpointing:
+            cast(Any, module).enable_gradient_checkpointing()  # diffusers' own
         if trainable:
             self._freeze_idle(adapter.idle_parameters(module))
         if before_sharding is not None:

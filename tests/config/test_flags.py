@@ -32,6 +32,7 @@ OTHERS: dict[str, tuple[str, Any, tuple[str, ...]]] = {
     "diffusion_width": ("96", 96, ()),
     "diffusion_num_frames": ("5", 5, ()),
     "forward_dtype": ("bf16", "bf16", ()),
+    "gradient_checkpointing": ("true", True, ()),
     "loss_type": ("dmd2", "dmd2", ()),
     "dmd2_student_sample_type": ("sde", "sde", ()),
     "dmd2_student_input": ("forward_noise", "forward_noise", ("--dmd2-latents", "l")),
