@@ -148,6 +148,7 @@ def trainer_job(config: Config, spec: TrainerSpec, worker: WorkerSettings) -> Tr
         spec=replace(spec, checkpoint=spec.checkpoint.resolve()),
         ranks_per_node=config.cluster.actor_num_gpus_per_node,
         load_at_once=config.cluster.load_ranks_at_once or config.cluster.actor_num_gpus_per_node,
+        gradient_checkpointing=config.model.gradient_checkpointing,
         seed=config.run.seed,
         num_steps=config.num_steps,
         critic_loss_space=algorithm.dmd2_critic_loss_space,

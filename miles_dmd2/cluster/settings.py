@@ -82,6 +82,7 @@ class TrainerJob:
     spec: TrainerSpec
     ranks_per_node: int
     load_at_once: int  # ranks of a node
+    gradient_checkpointing: bool
     seed: int
     num_steps: int
     critic_loss_space: Literal["velocity", "x0", "eps"]

@@ -245,6 +245,7 @@ def _settings(job: TrainerJob) -> TrainerSettings:
         ),
         micro_batch_size=spec.micro_batch_size,
         forward_dtype=dtype_of(job.worker.forward_dtype),
+        gradient_checkpointing=job.gradient_checkpointing,
         bad_batch_directory=job.bad_batch_directory,
     )
 

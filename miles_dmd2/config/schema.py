@@ -52,6 +52,11 @@ class ModelSection(Section):
         None, description="seconds of a clip instead, of a family with a frame rate of its own, up to what it can make"
     )
     forward_dtype: Literal["fp32", "bf16"] = Field("fp32", description="dtype of forwards; master weights stay fp32")
+    gradient_checkpointing: bool = Field(
+        False,
+        description="keep only the blocks' inputs for backward and compute each block again: less memory, a third "
+        "more work",
+    )
 
     @model_validator(mode="after")
     def _one_length(self) -> ModelSection:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,7 @@ class Network:
         forward_dtype: torch.dtype = torch.float32,
         master_dtype: torch.dtype = torch.float32,
         silent: Mapping[str, str] = MappingProxyType({}),
+        gradient_checkpointing: bool = False,
         before_sharding: Callable[[nn.Module], None] | None = None,
     ) -> None:
         """Takes the module over. `silent`: parameters, beside the idle ones, whose gradient is 0 in this run.
@@ -46,6 +48,8 @@ class Network:
             module.to(master_dtype)
         self.forwards = 0  # samples that went through a forward
         self._adapter = adapter
+        if gradient_checkpointing:
+            cast(Any, module).enable_gradient_checkpointing()  # diffusers' own
         if trainable:
             self._freeze_idle({**adapter.idle_parameters(module), **silent})
         if before_sharding is not None:

@@ -46,6 +46,7 @@ class TrainerSettings:
     micro_batch_size: int | None = None
     forward_dtype: torch.dtype = torch.float32
     master_dtype: torch.dtype = torch.float32
+    gradient_checkpointing: bool = False
     train_input_hook: TrainInputHook | None = None
     bad_batch_directory: Path | None = None
 
@@ -104,6 +105,7 @@ class Trainer:
             forward_dtype=settings.forward_dtype,
             master_dtype=settings.master_dtype,
             silent=silent_heads(adapter, self.parts),
+            gradient_checkpointing=settings.gradient_checkpointing,
             before_sharding=before_sharding,
         )
         self.optimizer = AdamW(self.network.trained, settings.optimizer)

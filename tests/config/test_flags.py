@@ -34,6 +34,7 @@ OTHERS: dict[str, tuple[str, Any, tuple[str, ...]]] = {
     "diffusion_duration": ("2.5", 2.5, ()),
     "dmd2_part_weights": ("visual=2,audio=1", "visual=2.0,audio=1.0", ()),
     "forward_dtype": ("bf16", "bf16", ()),
+    "gradient_checkpointing": ("true", True, ()),
     "loss_type": ("dmd2", "dmd2", ()),
     "dmd2_student_sample_type": ("sde", "sde", ()),
     "dmd2_student_input": ("forward_noise", "forward_noise", ("--dmd2-latents", "l")),

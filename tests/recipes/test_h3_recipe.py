@@ -24,7 +24,6 @@ AGREED = {
     "save_eval_media_dir",
     "debug_rollout_only",
     "reference_transformer",
-    "gradient_checkpointing",
 }
 H200, TWO_TIB = 141 * GB, 2199 * GB
 
@@ -65,6 +64,7 @@ def test_every_figure_of_the_source() -> None:
     assert (critic.total_updates, actor.total_updates) == (1000, 200)
     assert (config.rollout.num_rollout, config.rollout.global_batch_size) == (200, 320)
     assert config.model.forward_dtype == "bf16"
+    assert config.model.gradient_checkpointing
     assert not config.keeps_ema
 
     assert plan.student_steps == 4

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -73,11 +75,17 @@ def test_one_rollout(ranks: Ranks, tiny: Tiny, adapter: ModelAdapter, forward_dt
 
 
 def two_rollouts(
-    ranks: Ranks, checkpoint: Path, canvas: tuple[int, int, int], prompts: Sequence[str]
+    ranks: Ranks, checkpoint: Path, canvas: tuple[int, int, int], prompts: Sequence[str], again: bool = False
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """In fp32, with an epsilon that keeps AdamW from magnifying rounding; critic and student."""
     adapter = build_adapter(checkpoint, *canvas)
-    settings = TrainerSettings("critic", 0, OptimizerSettings(lr=1e-2, beta1=0.0, eps=1e-2), micro_batch_size=2)
+    settings = TrainerSettings(
+        "critic",
+        0,
+        OptimizerSettings(lr=1e-2, beta1=0.0, eps=1e-2),
+        micro_batch_size=2,
+        gradient_checkpointing=again,
+    )
     load = adapter.load_transformer
     critic = CriticTrainer(settings, adapter, load(), load(), ranks, told_stop_steps=4)
     actor = ActorTrainer(settings, adapter, load(), ranks)
@@ -99,3 +107,41 @@ def test_two_ranks_are_one_rank_to_fp32_rounding(
     for sharded in two_ranks.run(two_rollouts, checkpoint, canvas, tiny.prompts):
         for ours, theirs in zip(sharded, alone, strict=True):
             assert distance(ours, theirs) < 2e-6
+
+
+def count_call(counted: Counter[str], role: str, *_: object) -> None:
+    counted[role] += 1
+
+
+@pytest.mark.parametrize("forward_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradient_checkpointing_computes_blocks_again_and_gives_the_same_bits(
+    ranks: Ranks, tiny: Tiny, adapter: ModelAdapter, forward_dtype: torch.dtype
+) -> None:
+    """A block runs twice in a step that trains, once in a forward without gradient; weights and scores are the same."""
+    samples = make_samples(adapter, tiny.prompts)
+    load = adapter.load_transformer
+    trained, calls, found = [], [], []
+    for again in (False, True):
+        settings = TrainerSettings(
+            "critic", 0, OptimizerSettings(lr=1e-3), forward_dtype=forward_dtype, gradient_checkpointing=again
+        )
+        critic = CriticTrainer(settings, adapter, load(), load(), ranks)
+        counted: Counter[str] = Counter()
+        for network in (critic.network, critic.teacher):
+            (first, *_) = adapter.shard_units(network.module)
+            first.register_forward_pre_hook(partial(count_call, counted, network.role))
+        _, scores = critic.train(0, [WINDOW], samples)
+        trained.append(weights(critic))
+        calls.append(counted)
+        found.append([row.x0_fake for row in scores.values()])
+    assert same_bits(*trained)
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    assert calls[1]["critic"] == 2 * calls[0]["critic"]
+    assert calls[1]["teacher"] == calls[0]["teacher"]
+
+
+def test_gradient_checkpointing_on_two_ranks(two_ranks: RankPool, tiny: Tiny, checkpoint: Path) -> None:
+    """FSDP2 gathers a block again for its second forward."""
+    canvas = (*tiny.size, tiny.num_frames)
+    plain, again = (two_ranks.run(two_rollouts, checkpoint, canvas, tiny.prompts, again) for again in (False, True))
+    assert all(same_bits(*pair) for pair in zip(plain[0], again[0], strict=True))
