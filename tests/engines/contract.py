@@ -271,10 +271,11 @@ class EngineContract:
         for request, sample in zip(noised, samples[2:], strict=True):
             sigma = GRID[request.stop_step]
             noise = harness.adapter.initial_noise(request.seed)
-            expected = (1 - sigma) * real[request.real_latent] + sigma * noise
+            level = harness.level(sigma)
+            expected = (1 - level) * real[request.real_latent] + level * noise
             torch.testing.assert_close(sample.x_k, expected, rtol=0, atol=1e-6)
             velocity = harness.velocity(0, [sample], sample.x_k.unsqueeze(0), sigma)
-            torch.testing.assert_close(sample.x0, sample.x_k - sigma * velocity[0], rtol=0, atol=harness.same)
+            torch.testing.assert_close(sample.x0, sample.x_k - level * velocity[0], rtol=0, atol=harness.same)
             assert (sample.stop_step, tuple(sample.sigmas.tolist())) == (request.stop_step, GRID)
         with pytest.raises(ValueError, match="real_latent 3, this engine has 3"):
             harness.engine.generate([dataclasses.replace(noised[0], real_latent=3)])

@@ -112,7 +112,7 @@ def test_every_hook_is_in_place_in_both_processes(raw: Server, server: Any) -> N
     assert told["protocol"] == protocol.PROTOCOL
     assert told["launch_id"] == server.launch_id
     assert len(told["hooks"]) == 5
-    assert len(told["worker"]["hooks"]) == 19
+    assert len(told["worker"]["hooks"]) == 20
     assert all(told["hooks"].values())
     assert all(told["worker"]["hooks"].values())
     assert told["worker"]["bypassed"] == []

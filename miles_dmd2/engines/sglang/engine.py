@@ -194,6 +194,7 @@ class SGLangEngine(RolloutEngine):
             raise EngineError("no weights yet: push some with load_weights, or name a checkpoint_version")
         check_requests(requests)
         check_real_latents(requests, self._real_latents)
+        self._check_hops(requests)
         self._check_cut(requests)
         return self._run(self._generate(requests, self._version))
 
@@ -269,7 +270,8 @@ class SGLangEngine(RolloutEngine):
         sigma = request.sigmas[request.stop_step]
         noise = self._adapter.initial_noise(request.seed).unsqueeze(0)
         real = self._real_latents[request.real_latent].unsqueeze(0)
-        x_k = add_noise(real, noise, torch.tensor([sigma], dtype=torch.float32))[0]
+        levels = self._adapter.part_sigmas(torch.tensor([sigma], dtype=torch.float32))
+        x_k = add_noise(real, noise, self._adapter.spread(levels))[0]
         return replace(request, sigmas=(sigma, 0.0), stop_step=0, real_latent=None, sample_type="ode"), x_k
 
     def _conditioning_job(self, prompt: str) -> Job[Conditioning]:
@@ -281,6 +283,15 @@ class SGLangEngine(RolloutEngine):
             return await self._calls.ask(link, ask, parse_conditioning)
 
         return Job(f"the conditioning of {prompt!r:.80}", work)
+
+    def _check_hops(self, requests: Sequence[RolloutRequest]) -> None:
+        """ValueError: a way from step to step that the family's servers do not go."""
+        for request in requests:
+            if request.sample_type not in self._adapter.sample_types:
+                raise ValueError(
+                    f"request for sample {request.sample_id}: {self._adapter.family} is rolled out by "
+                    f"{' or '.join(self._adapter.sample_types)}, not {request.sample_type}"
+                )
 
     def _check_cut(self, requests: Sequence[RolloutRequest]) -> None:
         """EngineError: what a server without the plugin cannot do."""
