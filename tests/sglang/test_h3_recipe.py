@@ -1,4 +1,4 @@
-"""The tiny variant of the MiniMax H3 recipe, whole: two ranks, a real server, prompts prepared, clips with sound kept."""
+"""The tiny variant of the MiniMax H3 recipe, whole: two ranks, a real server, prepared prompts, clips with sound."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def test_a_run_and_one_whose_server_is_killed(workspace: Path, qwen_pipeline: Pa
     plain = run(workspace, "plain", qwen_pipeline, sglang_python)
     assert plain.code == 0, plain.err
     wait_until_gone(before)
-    assert set(Path("/dev/shm").glob("miles_dmd2_weights_*")) == weights_before
+    assert not set(Path("/dev/shm").glob("miles_dmd2_weights_*")) - weights_before  # others' may go meanwhile
     source = TrainingRequests(PROMPTS, 2, 4, 2, grid(3, 1.0), "per_sample", 0)
     for rollout_id, row in enumerate(plain.rows()):
         assert row["rollout/samples"] == 8
