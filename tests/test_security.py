@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from miles_dmd2.media.gallery import save_eval_media
+from miles_dmd2.media.store import EvalMedia, KeptMedia
 from miles_dmd2.types import RolloutSample, WeightVersion
 
 ROOT = Path(__file__).parent.parent
@@ -93,10 +95,16 @@ def test_what_is_not_is_not(source: str) -> None:
 
 
 @pytest.mark.parametrize("prompt", ["../../outside", "/etc/passwd", "a/b\\c", "..", "con\n\x1b[2J", "\u202egnp.exe"])
-def test_no_prompt_names_a_file(tmp_path: Path, prompt: str) -> None:
+def test_a_prompt_decides_no_more_of_a_file_than_letters_digits_and_dashes(tmp_path: Path, prompt: str) -> None:
     media = torch.zeros(1, 8, 8, 3, dtype=torch.uint8)
     x = torch.zeros(1, 1)
     sample = RolloutSample(0, prompt, 0, 0, torch.tensor([1.0, 0.0]), x, x, {}, WeightVersion(0), media=media)
     directory = tmp_path / "run" / "eval"
     assert save_eval_media([sample], directory, 3, "raw") == directory / "eval_000003_raw.png"
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [directory / "eval_000003_raw.png"]
+    media_of_evals = EvalMedia(KeptMedia(directory, 8.0))
+    media_of_evals.keep([sample], 3, "raw")
+    assert media_of_evals.finish() == []
+    sheet, index, picture = sorted(path.relative_to(directory) for path in tmp_path.rglob("*") if path.is_file())[::-1]
+    assert (sheet, index) == (Path("eval_000003_raw.png"), Path("eval_000003/index.jsonl"))
+    assert picture.parent == Path("eval_000003")
+    assert re.fullmatch(r"[a-z0-9-]*_?[0-9a-f]{16}_0_raw\.png", picture.name)

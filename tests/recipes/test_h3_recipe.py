@@ -202,6 +202,7 @@ def test_it_fits_where_it_is_meant_to_run_and_nowhere_smaller(shapes: Path) -> N
         check_memory(planned(shapes), Limits(80 * GB, TWO_TIB))
     with pytest.raises(ConfigError, match=r"--host-memory-gb 1500: .*use fewer engines"):
         check_memory(planned(shapes), Limits(H200, 1500 * GB))
+    check_memory(planned(shapes, "--rollout-num-engines", "3"), Limits(H200, 1500 * GB))
     with pytest.raises(ConfigError, match=r"phase start of critic.*--load-ranks-at-once"):
         check_memory(planned(shapes, "--load-ranks-at-once", "8"), Limits(H200, TWO_TIB))
     check_memory(planned(shapes, "--nodes", "1"), Limits(H200, TWO_TIB))

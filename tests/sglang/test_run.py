@@ -74,7 +74,7 @@ def _orphans_come_here() -> Iterator[None]:
 
 
 def run(workspace: Path, name: str, pipeline: Path, python: Path, **changes: object) -> Done:
-    """2 rollouts of 8 samples on one server."""
+    """2 rollouts of 8 samples on one server. None removes a flag."""
     flags = {
         "hf_checkpoint": pipeline,
         "diffusion_height": SIZE,
@@ -93,7 +93,12 @@ def run(workspace: Path, name: str, pipeline: Path, python: Path, **changes: obj
         "run_dir": workspace / name,
         **changes,
     }
-    words = [word for flag, value in flags.items() for word in (f"--{flag.replace('_', '-')}", str(value))]
+    words = [
+        word
+        for flag, value in flags.items()
+        if value is not None
+        for word in (f"--{flag.replace('_', '-')}", str(value))
+    ]
     done = subprocess.run(
         [sys.executable, str(ROOT / "train_diffusion.py"), *words],
         capture_output=True,
