@@ -15,7 +15,7 @@ from miles_dmd2.models.minimax_h3_layout import (
     Canvas,
     packed_sequence,
 )
-from miles_dmd2.models.minimax_h3_weights import engine_checksum, engine_tensors, to_native
+from miles_dmd2.models.minimax_h3_weights import FP32_NAMES, engine_checksum, engine_tensors, to_native
 from miles_dmd2.models.serving import ServingFormat, pictures
 from miles_dmd2.types import Conditioning, Probe
 
@@ -29,6 +29,7 @@ class MiniMaxH3Serving(ServingFormat):
 
     model_id = "MiniMax-H3"
     complete_reply = False  # without the plugin the sound's rows are missing
+    exact_names = FP32_NAMES
 
     def __init__(self, canvas: Canvas, text_dim: int, config: Mapping[str, Any], *, native: bool) -> None:
         """config: of the served checkpoint's transformer. native: its file's layout, else diffusers'."""

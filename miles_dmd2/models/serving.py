@@ -17,10 +17,12 @@ class ServingFormat(ABC):
 
     model_id: SGLang's short name, which picks the family's config whatever the checkpoint's directory is called.
     complete_reply: a whole rollout's reply holds all that training needs, so that a server without the plugin will do.
+    exact_names: what a bf16 engine keeps in fp32 of the weights as sent; the rest is sent in bf16. None: not known.
     """
 
     model_id: str
     complete_reply: bool
+    exact_names: ClassVar[frozenset[str] | None] = None
 
     @abstractmethod
     def launch_arguments(self, dtype: Literal["fp32", "bf16"]) -> list[str]:

@@ -321,14 +321,17 @@ class SGLangEngine(RolloutEngine):
         self._run(self._load(push))
 
     def _push(self, update: WeightUpdate, tensors: Mapping[str, Tensor]) -> Push:
-        """As the servers take them: their names, and bf16 if they keep nothing in more."""
+        """As the servers take them: their names, and in bf16 what they keep in no more."""
         sent = self._adapter.serving.weights(tensors)
         predicted = None
         if self._syncs % self._settings.verify_every == 0:
             predicted = self._adapter.serving.predicted(tensors, self._settings.forward_dtype)
         servers = [link.capabilities for link in self._pool.links if link.state is not State.GONE]
+        exact = self._adapter.serving.exact_names if self._settings.forward_dtype == "bf16" else None
         if servers and all(server.all_bf16 for server in servers):
-            sent = {name: value.to(torch.bfloat16) for name, value in sent.items()}
+            exact = frozenset()
+        if exact is not None:
+            sent = {name: value if name in exact else value.to(torch.bfloat16) for name, value in sent.items()}
         if self._settings.weight_sync == "tensor":
             return replace(in_memory(update, sent), predicted=predicted)
         if self._store is None:

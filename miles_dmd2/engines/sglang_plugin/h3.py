@@ -43,9 +43,11 @@ def bypassed(pipeline: Any) -> list[str]:
     from sglang.multimodal_gen.runtime.pipelines_core.stages.model_specific_stages.minimax_h3 import (
         MiniMaxH3DecodingStage,
         MiniMaxH3DenoisingStage,
+        MiniMaxH3TimestepPreparationStage,
     )
 
     hooked: dict[type, tuple[str, ...]] = {
+        MiniMaxH3TimestepPreparationStage: ("forward",),
         MiniMaxH3DenoisingStage: ("forward", "_run_full_loop"),
         MiniMaxH3DecodingStage: ("forward", "verify_output"),
     }
@@ -64,44 +66,43 @@ def bypassed(pipeline: Any) -> list[str]:
 # -- a rollout ---------------------------------------------------------------------------------------------------
 
 
-def run(original: Callable[..., Any], self: Any, batch: Any, server_args: Any) -> None:
-    """AROUND `_run_full_loop`: grid, stop step, probe before it; our form of the latents and our report after it."""
-    state = ours(batch)
-    if state is None:
-        original(self, batch, server_args)
-        return
-    grid, sound = _grids(self, batch, state)
-    _set_start(batch, state, grid[0], sound[0])
-    stop, end = state.stop_step, None
-    if stop is not None:
-        # A last step to sigma 0 ends in x_k + sigma_k v, which is x0. All before it are those of the whole rollout.
-        x0 = state.options.get("rollout_stop_output", "x0") == "x0"
-        end, tail = (stop + 1, [0.0]) if x0 else (stop + 2, [])
-        batch.extra[_SIGMAS] = {"video": grid[:end] + tail, "audio": sound[:end] + tail}
-    else:
-        batch.extra[_SIGMAS] = {"video": grid, "audio": sound}
-    original(self, batch, server_args)
-    _shape_reply(batch, state, grid)
-    report(batch, state)
-
-
-def _grids(stage: Any, batch: Any, state: Rollout) -> tuple[list[float], list[float]]:
-    """Both grids with their terminal 0.
+def set_grids(self: Any, batch: Any, server_args: Any) -> None:
+    """BEFORE `MiniMaxH3TimestepPreparationStage.forward`: our grids, which it then takes, whatever their length.
 
     The sound's follows from the video's by the release's shifts, which multiply the odds s / (1 - s). It is computed in
     fp64 from the fp32 values, as the trainer does it. SGLang shifts a uniform fp32 grid once for each; on its own grids
     of up to 100 steps the two differ by at most 4e-7.
     """
-    if state.sigmas is None:
-        return list(batch.extra[_SIGMAS]["video"]), list(batch.extra[_SIGMAS]["audio"])
-    scales = stage.pipeline().release_metadata.sigma_shift_scales
+    state = ours(batch)
+    if state is None or state.sigmas is None:
+        return
+    scales = self.sigma_shift_scales
     if scales is None:
         raise ValueError("rollout_sigmas: this checkpoint has no sigma_shift_scales in model_index.json")
     ratio = scales["audio"] / scales["video"]
     video = torch.tensor(state.sigmas, dtype=torch.float32)
     exact = video.double()
     audio = (ratio * exact / (1 + (ratio - 1) * exact)).float()
-    return [*video.tolist(), 0.0], [*audio.tolist(), 0.0]
+    batch.extra[_SIGMAS] = {"video": [*video.tolist(), 0.0], "audio": [*audio.tolist(), 0.0]}
+
+
+def run(original: Callable[..., Any], self: Any, batch: Any, server_args: Any) -> None:
+    """AROUND `_run_full_loop`: stop step and probe before it; our form of the latents and our report after it."""
+    state = ours(batch)
+    if state is None:
+        original(self, batch, server_args)
+        return
+    grid, sound = batch.extra[_SIGMAS]["video"], batch.extra[_SIGMAS]["audio"]
+    _set_start(batch, state, grid[0], sound[0])
+    stop = state.stop_step
+    if stop is not None:
+        # A last step to sigma 0 ends in x_k + sigma_k v, which is x0. All before it are those of the whole rollout.
+        x0 = state.options.get("rollout_stop_output", "x0") == "x0"
+        end, tail = (stop + 1, [0.0]) if x0 else (stop + 2, [])
+        batch.extra[_SIGMAS] = {"video": grid[:end] + tail, "audio": sound[:end] + tail}
+    original(self, batch, server_args)
+    _shape_reply(batch, state, grid)
+    report(batch, state)
 
 
 def _set_start(batch: Any, state: Rollout, sigma: float, audio_sigma: float) -> None:
@@ -205,12 +206,16 @@ def verify_decoded(original: Callable[..., Any], self: Any, batch: Any, server_a
 def in_asked_dtype(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
     """AROUND `MiniMaxH3DiTModel.__init__`: fp32 for --dit-precision fp32, which SGLang ignores for this model.
 
-    Its dtype is a constant of the module, read wherever it is used.
+    Its dtype is a constant of the module, read wherever it is used. On a CPU only: elsewhere the same constant chooses
+    fused kernels that are written for bf16.
     """
     from sglang.multimodal_gen.runtime.models.dits import minimax_h3
+    from sglang.multimodal_gen.runtime.platforms import current_platform
     from sglang.multimodal_gen.runtime.server_args import get_global_server_args
 
     if get_global_server_args().pipeline_config.dit_precision == "fp32":
+        if not current_platform.is_cpu():
+            raise ValueError("--dit-precision fp32: SGLang's kernels for MiniMax H3 are for bf16, except on a CPU")
         minimax_h3._BF16_DTYPE = torch.float32
         minimax_h3._norm.__kwdefaults__["dtype"] = torch.float32
     original(self, *args, **kwargs)
@@ -230,6 +235,7 @@ def without_cuda_kernels(original: Callable[..., Any], self: Any, *args: Any, **
 _RUNTIME = "sglang.multimodal_gen.runtime."
 _H3 = _RUNTIME + "pipelines_core.stages.model_specific_stages.minimax_h3."
 HOOKS: dict[str, tuple[Callable[..., Any], HookType]] = {
+    _H3 + "stages.timestep_preparation.MiniMaxH3TimestepPreparationStage.forward": (set_grids, HookType.BEFORE),
     _H3 + "stages.denoising.MiniMaxH3DenoisingStage._run_full_loop": (run, HookType.AROUND),
     _H3 + "denoise_loop.minimax_h3_denoise_loop": (follow, HookType.AROUND),
     _H3 + "stages.decoding.MiniMaxH3DecodingStage.forward": (decode_as_asked, HookType.AROUND),

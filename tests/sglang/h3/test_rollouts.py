@@ -46,7 +46,7 @@ pytestmark = pytest.mark.sglang
 def test_every_hook_is_in_place_in_both_processes(raw: Server, served: Served, student: nn.Module) -> None:
     told = raw.json("/miles_dmd2/capabilities")
     worker = told["worker"]
-    assert (len(told["hooks"]), len(worker["hooks"])) == (6, 26)
+    assert (len(told["hooks"]), len(worker["hooks"])) == (6, 27)
     assert all(told["hooks"].values())
     assert all(worker["hooks"].values())
     assert (worker["bypassed"], worker["pipeline"]) == ([], "MiniMaxH3Pipeline")

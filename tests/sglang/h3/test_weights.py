@@ -58,6 +58,13 @@ def test_new_weights_are_served_and_their_checksum_is_the_predicted_one(
     student = push(engine, adapter, served, 0.05)
     predicted = layout.engine_checksum(layout.engine_tensors(weights_of(adapter, 0.05), adapter.config, served.dtype))
     assert live_checksum(raw) == predicted
+    arrived = raw.json("/miles_dmd2/weights")["tensors"]  # in bf16 what the engine holds in bf16: half the bytes
+    for sent, name, held in (
+        ("blocks.0.norm1.weight", "transformer_blocks.0.norm1.weight", served.torch_dtype),
+        ("video_patch_proj.bias", "proj_in.bias", torch.float32),
+    ):
+        value = weights_of(adapter, 0.05)[name].to(held)
+        assert arrived[sent] == protocol.tensor_digest(str(held), list(value.shape), content(value))
     reply = ask(2)
     x_k, x0 = latents(reply)
     close(x0, x_k - levels(adapter, GRID[2]) * velocity(adapter, student, cond_of(adapter, reply), x_k, GRID[2]))
