@@ -18,7 +18,7 @@ from miles_dmd2.models.minimax_h3 import MiniMaxH3Adapter
 from miles_dmd2.models.minimax_h3_weights import from_native
 from miles_dmd2.observability.declared import METRICS
 from tests.sglang import tiny_h3_engine
-from tests.tiny_h3 import TRANSFORMER, WEIGHTS
+from tests.tiny_h3 import HIDDEN, TRANSFORMER, WEIGHTS
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 
@@ -100,12 +100,19 @@ def weights(root: Path) -> dict[str, Tensor]:
 
 
 def test_more_than_99_percent_of_what_is_trained_has_moved(trained: Path, checkpoint: Path) -> None:
+    """But for two that the loss cannot reach: the sound's head, and of the last block's modulation what changes rows
+    of text and sound after their keys and values, on which the video's output depends no more: 4 of 6 for 2 of 3 kinds.
+    """
     before, after = weights(checkpoint), weights(trained / "run" / "student_raw")
     silent = set(MiniMaxH3Adapter(checkpoint, 32, 32, 5).head_of("audio"))
     assert all((before[name] == after[name]).all() for name in silent)
-    moved = sum(int((before[name] != after[name]).sum()) for name in before.keys() - silent)
-    count = sum(before[name].numel() for name in before.keys() - silent)
-    assert moved / count > 0.99
+    last = f"transformer_blocks.{TRANSFORMER['num_layers'] - 1}.adaln_proj.linear.weight"
+    still = (before[last] == after[last]).all(dim=1)
+    assert int(still.sum()) == HIDDEN * 4 * 2
+    trained_names = before.keys() - silent - {last, last.replace("weight", "bias")}
+    moved = sum(int((before[name] != after[name]).sum()) for name in trained_names)
+    assert moved / sum(before[name].numel() for name in trained_names) > 0.99
+    assert float((before[last] != after[last])[~still].float().mean()) > 0.99
 
 
 def wanted() -> list[str]:
