@@ -94,7 +94,7 @@ class Engines:
     def metrics(self) -> Mapping[str, float]:
         new, self.forwards = self.engine.forward_count - self.forwards, self.engine.forward_count
         samples, self.samples = len(self.requests) - self.samples, len(self.requests)
-        return {"samples": float(samples), "forwards": float(new)}
+        return {"samples": float(samples), "forwards": float(new), "reward_mean": 0.0}
 
     def dispose(self) -> None:
         self.engine.close()

@@ -94,6 +94,7 @@ METRICS = (
         "forwards counted minus the stop step + 1 of each request (1 on real latents): 0. A server without the plugin "
         "runs every sample to the end",
     ),
+    Metric("rollout", "reward_mean", "mean", "of the rollout's samples; 0 without --custom-rm-path"),
     Metric("rollout", "weight_step", "driver", "student updates behind the weights that generated"),
     Metric("rollout", "faults", "sum", "failed attempts at a sample", where="--rollout-engine sglang"),
     Metric("rollout", "retries", "sum", "samples asked for again", where="--rollout-engine sglang"),
@@ -121,6 +122,13 @@ METRICS = (
         "driver",
         "what --eval-metrics-path returns, by the weights that generated",
         where="--eval-metrics-path, rows with an eval",
+    ),
+    Metric(
+        "eval",
+        "reward_raw, reward_ema",
+        "driver",
+        "mean reward of the eval's samples",
+        where="--custom-rm-path, rows with an eval",
     ),
 )
 

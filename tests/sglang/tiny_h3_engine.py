@@ -13,8 +13,11 @@ PLUGIN = Path(__file__).with_name("tiny_vaes.py")
 NAME = "tiny_vaes"
 
 
-def python_with_tiny_vaes(python: Path, directory: Path) -> Path:
+def python_with_tiny_vaes(python: Path, directory: Path, checkpoint: Path | None = None) -> Path:
     """A script that becomes `python`, with the plugin that shrinks the VAEs beside ours.
+
+    checkpoint: the directory that `build` is given. Then servers that are started with it have `projection`'s flag,
+    which no run may pass on.
 
     Its directory comes first on a server's PATH, and has the ffmpeg that SGLang wants to see and rollouts never call.
     """
@@ -27,6 +30,9 @@ def python_with_tiny_vaes(python: Path, directory: Path) -> Path:
     (plugin / PLUGIN.name).symlink_to(PLUGIN)
     path = shlex.quote(str(plugin))
     script = f'PYTHONPATH="${{PYTHONPATH:+$PYTHONPATH:}}"{path} exec {shlex.quote(str(python.absolute()))} "$@"'
+    if checkpoint is not None:
+        flag = shlex.join(projection(checkpoint / "MiniMax-H3" / "FL2VA"))
+        script = f'case "$*" in *sglang_plugin.launch*) set -- "$@" {flag} ;; esac\n{script}'
     for name, line in (("python", script), ("ffmpeg", "exit 1"), ("ffprobe", "exit 1")):
         (bin_directory / name).write_text(f"#!/bin/sh\n{line}\n")
         (bin_directory / name).chmod(0o755)
