@@ -14,7 +14,7 @@ import torch
 from sglang.multimodal_gen.runtime.platforms.plugins import HookRegistry, HookType
 from torch import Tensor
 
-from miles_dmd2.engines.sglang_plugin.rollout import Rollout, decode_as_asked, ours, report
+from miles_dmd2.engines.sglang_plugin.rollout import Rollout, decode_as_asked, not_reached, ours, report
 
 PIPELINE = "MiniMaxH3Pipeline"
 TIMESTEPS = 1000  # a reply's timesteps are sigma x 1000
@@ -51,16 +51,7 @@ def bypassed(pipeline: Any) -> list[str]:
         MiniMaxH3DenoisingStage: ("forward", "_run_full_loop"),
         MiniMaxH3DecodingStage: ("forward", "verify_output"),
     }
-    absent = [base.__name__ for base in hooked if not any(isinstance(stage, base) for stage in pipeline.stages)]
-    overridden = [
-        f"{type(stage).__name__}.{name}"
-        for stage in pipeline.stages
-        for base, names in hooked.items()
-        if isinstance(stage, base)
-        for name in names
-        if getattr(type(stage), name) is not getattr(base, name)
-    ]
-    return absent + overridden
+    return not_reached(pipeline.stages, hooked)
 
 
 # -- a rollout ---------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,6 +77,20 @@ def _only(conditioning: dict[str, Any], names: list[str]) -> dict[str, Any]:
     if missing:
         raise ValueError(f"rollout_conditioning: this model has no {missing}, only {sorted(conditioning)}")
     return {name: conditioning[name] for name in names}
+
+
+def not_reached(stages: Sequence[Any], hooked: Mapping[type, tuple[str, ...]]) -> list[str]:
+    """Of the hooked methods, class by class: classes that no stage is of, and methods that a stage overrides."""
+    absent = [base.__name__ for base in hooked if not any(isinstance(stage, base) for stage in stages)]
+    overridden = [
+        f"{type(stage).__name__}.{name}"
+        for stage in stages
+        for base, names in hooked.items()
+        if isinstance(stage, base)
+        for name in names
+        if getattr(type(stage), name) is not getattr(base, name)
+    ]
+    return absent + overridden
 
 
 def decode_as_asked(original: Callable[..., Any], self: Any, batch: Any, server_args: Any) -> Any:

@@ -12,7 +12,7 @@ from sglang.multimodal_gen.runtime.platforms.plugins import HookRegistry, HookTy
 from torch import Tensor
 
 from miles_dmd2.engines.sglang_plugin import h3, kernels, protocol, weights
-from miles_dmd2.engines.sglang_plugin.rollout import decode_as_asked, ours, report
+from miles_dmd2.engines.sglang_plugin.rollout import decode_as_asked, not_reached, ours, report
 
 # What a probe may set on a request beside "x": `name` or `name.index`.
 CONDITIONING = (
@@ -204,24 +204,14 @@ def _bypassed(pipeline: Any) -> list[str]:
     from sglang.multimodal_gen.runtime.pipelines_core.stages.latent_preparation import LatentPreparationStage
     from sglang.multimodal_gen.runtime.pipelines_core.stages.timestep_preparation import TimestepPreparationStage
 
-    hooked = {
+    hooked: dict[type, tuple[str, ...]] = {
         DenoisingStage: ("_run_denoising_loop", "_run_denoising_step", "_prepare_denoising_loop", "_predict_noise"),
         DecodingStage: ("forward",),
         LatentPreparationStage: ("get_latent_preparation_spec",),
         TimestepPreparationStage: ("forward",),
     }
     # A router sends requests without progressive resolution, ours, to its standard stage.
-    stages = [getattr(stage, "standard_stage", stage) for stage in pipeline.stages]
-    absent = [base.__name__ for base in hooked if not any(isinstance(stage, base) for stage in stages)]
-    overridden = [
-        f"{type(stage).__name__}.{name}"
-        for stage in stages
-        for base, names in hooked.items()
-        if isinstance(stage, base)
-        for name in names
-        if getattr(type(stage), name) is not getattr(base, name)
-    ]
-    return absent + overridden
+    return not_reached([getattr(stage, "standard_stage", stage) for stage in pipeline.stages], hooked)
 
 
 _RUNTIME = "sglang.multimodal_gen.runtime."

@@ -22,6 +22,7 @@ from miles_dmd2.models.minimax_h3 import MiniMaxH3Adapter
 from miles_dmd2.models.minimax_h3_serving import MiniMaxH3Serving
 from tests.sglang.h3.bench import (
     GRID,
+    SERVED,
     SHORT,
     SIDE,
     UPDATE,
@@ -166,6 +167,7 @@ save_file({name: value.contiguous() for name, value in converted}, sys.argv[2])
 """
 
 
+@pytest.mark.parametrize("served", SERVED[:1], ids=str, indirect=True, scope="session")
 def test_our_names_and_layout_are_those_of_sglangs_own_converter(
     native: Path, sglang_python: Path, tmp_path: Path
 ) -> None:
