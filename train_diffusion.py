@@ -42,8 +42,7 @@ from miles_dmd2.config import (
     student_clock,
 )
 from miles_dmd2.config.environment import check_environment, host_bytes
-from miles_dmd2.config.headers import read_components
-from miles_dmd2.config.memory import GB, Limits, build_memory, check_memory, render_memory
+from miles_dmd2.config.memory import GB, Limits, MemoryPlan, check_memory, render_memory
 from miles_dmd2.data.latents import check_latents, read_latents
 from miles_dmd2.data.metadata import unscored_prompts
 from miles_dmd2.data.prompts import load_prompts
@@ -77,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             continued, notes = check(config, trainers)
             plan = build_plan(config, trainers, notes)
             limits = _limits(config)
-            memory = build_memory(config, trainers, read_components(config.model.hf_checkpoint))
+            memory = _memory(config, trainers)
             if parsed.dry_run:
                 table = textwrap.indent(render_memory(memory, limits), "# ")
                 print(f"{plan_yaml(config, plan, memory)}\n{table}", flush=True)
@@ -347,6 +346,12 @@ def _cuda_devices(config: Config) -> int:
     import torch
 
     return torch.cuda.device_count()
+
+
+def _memory(config: Config, trainers: Sequence[TrainerSpec]) -> MemoryPlan:
+    from miles_dmd2.models.memory import plan_memory
+
+    return plan_memory(config, trainers)
 
 
 def _limits(config: Config) -> Limits:

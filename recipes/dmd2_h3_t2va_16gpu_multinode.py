@@ -43,7 +43,7 @@ class Setup:
     shared: Path
     nodes: int = 2
     gpus_per_node: int = 8
-    ray_address: str = "auto"
+    ray_address: str | None = "auto"
     eval_interval: int = 10
     fasth3_transformer: Path | None = None
     tiny: bool = False
@@ -147,19 +147,19 @@ def evaluation(setup: Setup, name: str) -> list[str]:
 
 
 def cluster(setup: Setup, name: str) -> list[str]:
-    """For GPUs of 141 GB and hosts of 2 TiB: see the memory plan of --dry-run."""
+    """For an H200's 141 GB, which are 139 GiB, and hosts of 2 TiB: see the memory plan of --dry-run."""
     flags = [
         f"--actor-num-nodes={setup.nodes}",
         f"--actor-num-gpus-per-node={setup.gpus_per_node}",
         f"--run-dir={setup.shared / name}",
+        *([] if setup.ray_address is None else [f"--ray-address={setup.ray_address}"]),
     ]
     if setup.tiny:
         return [*flags, "--device=cpu"]
     return [
         *flags,
         "--device=cuda",
-        f"--ray-address={setup.ray_address}",
-        "--gpu-memory-gb=141",
+        "--gpu-memory-gb=149",
         "--host-memory-gb=2199",
         "--load-ranks-at-once=1",  # each has the critic and the teacher whole in host memory while it loads: 265 GB
         "--start-timeout=3600",
@@ -227,7 +227,7 @@ def command(argv: Sequence[str] | None = None) -> list[str]:
     add("--shared", type=Path, required=True, help="directory for everything that is written, on a shared file system")
     add("--nodes", type=int, help="default: 2 (with --tiny 1)")
     add("--gpus-per-node", type=int, help="default: 8 (with --tiny 2 ranks on the CPU)")
-    add("--ray-address", default="auto", help="of the running cluster (default: the one this host belongs to)")
+    add("--ray-address", help="of the running cluster (default: the one this host belongs to; with --tiny its own)")
     add("--eval-interval", type=int, default=10, help="rollouts between evals (default: %(default)s)")
     add("--reference", choices=REFERENCES, help="render the eval prompts with it instead of training")
     add("--fasth3-transformer", type=Path, help="transformer of the few-step release, with --reference fasth3")
@@ -242,7 +242,7 @@ def command(argv: Sequence[str] | None = None) -> list[str]:
         shared=own.shared,
         nodes=own.nodes or (1 if own.tiny else 2),
         gpus_per_node=own.gpus_per_node or (2 if own.tiny else 8),
-        ray_address=own.ray_address,
+        ray_address=own.ray_address or (None if own.tiny else "auto"),
         eval_interval=own.eval_interval,
         fasth3_transformer=own.fasth3_transformer,
         tiny=own.tiny,

@@ -14,11 +14,16 @@ DIT_VALUES = 33_122_992_896  # MiniMaxH3Transformer3DModel() of diffusers 0.42.1
 
 
 def build(root: Path) -> Path:
-    """From the default configs of diffusers' classes, and Qwen3-VL-32B cut to the 50 layers that H3 reads."""
+    """From the default configs of diffusers' classes, and Qwen3-VL-32B whole, of which H3 reads 50 layers."""
     for name, module in modules().items():
         write_component(root / name, {key: tuple(value.shape) for key, value in module.state_dict().items()})
-    index = {name: ["diffusers", "Any"] for name in ("transformer", "text_encoder", "video_vae", "audio_vae")}
-    (root / "model_index.json").write_text(json.dumps({"_class_name": "MiniMaxH3Pipeline", **index}))
+    parts = {name: ["diffusers", "Any"] for name in ("transformer", "text_encoder", "video_vae", "audio_vae")}
+    shifts = {"sigma_shift_scales": {"video": 12.0, "audio": 3.0}}
+    release = {"schema_version": 1, "partition": "fl2va", "tasks": ["t2va"], "task_aliases": {}, **shifts}
+    index = {"_class_name": "MiniMaxH3Pipeline", "_minimax_h3": release, **parts}
+    (root / "model_index.json").write_text(json.dumps(index))
+    config = {"_class_name": "MiniMaxH3Transformer3DModel", "text_dim": 5120}
+    (root / "transformer" / "config.json").write_text(json.dumps(config))
     return root
 
 
@@ -33,7 +38,7 @@ def modules() -> dict[str, nn.Module]:
     text: dict[str, Any] = {
         "hidden_size": 5120,
         "intermediate_size": 25600,
-        "num_hidden_layers": 50,
+        "num_hidden_layers": 64,
         "num_attention_heads": 64,
         "num_key_value_heads": 8,
         "head_dim": 128,

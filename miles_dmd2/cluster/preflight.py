@@ -21,9 +21,9 @@ from miles_dmd2.cluster.placement import Placement
 from miles_dmd2.cluster.runtime import wait
 from miles_dmd2.config import Config, ConfigError, TrainerSpec
 from miles_dmd2.config.environment import FEWEST_OPEN_FILES, host_bytes
-from miles_dmd2.config.headers import read_components
-from miles_dmd2.config.memory import GB, Limits, MemoryPlan, build_memory, check_memory
+from miles_dmd2.config.memory import GB, Limits, MemoryPlan, check_memory
 from miles_dmd2.config.sglang import SHARED_MEMORY
+from miles_dmd2.models.memory import plan_memory
 
 # Another version of one of these on one node gives other numbers, or none.
 PACKAGES = ("torch", "ray", "diffusers", "transformers", "safetensors", "numpy")
@@ -68,7 +68,7 @@ def preflight(config: Config, trainers: Sequence[TrainerSpec], placement: Placem
     finally:
         for directory in directories:
             (directory / mark).unlink(missing_ok=True)
-    check_nodes(facts, build_memory(config, trainers, read_components(config.model.hf_checkpoint)), config)
+    check_nodes(facts, plan_memory(config, trainers), config)
 
 
 def shared_directories(config: Config) -> list[Path]:

@@ -7,7 +7,7 @@ is kept for those (`RESERVE`); how much a forward needs depends on canvas and mi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,6 +23,8 @@ MASTER = 4  # bytes of a value of master weights, moments, averages and of the f
 FORWARD = {"fp32": 4, "bf16": 2}
 TRAINED = "transformer"
 Place = Literal["device", "host"]
+Dtype = Literal["fp32", "bf16"]
+Width = Callable[[str, str, Dtype], int]  # component, name, dtype of forwards -> bytes of a value; 0: left out
 Bytes = dict[str, int]
 
 
@@ -68,17 +70,26 @@ class MemoryPlan:
 
 
 def build_memory(
-    config: Config, trainers: Sequence[TrainerSpec], components: Mapping[str, Sequence[Weight]]
+    config: Config,
+    trainers: Sequence[TrainerSpec],
+    components: Mapping[str, Sequence[Weight]],
+    width: Width | None = None,
 ) -> MemoryPlan:
-    """`components`: of the checkpoint, see `headers.read_components`; the trained one is `transformer`."""
-    engine = {name: served_bytes(weights, config.model.forward_dtype) for name, weights in components.items()}
+    """`components`: of the checkpoint, see `headers.read_components`; the trained one is `transformer`.
+
+    `width`: of an engine's copy; default: everything in the dtype of the forwards.
+    """
+    engine = {name: served_bytes(name, parts, config.model.forward_dtype, width) for name, parts in components.items()}
     nodes = [_Node(config, trainers, components[TRAINED], engine, n) for n in range(config.cluster.actor_num_nodes)]
     return MemoryPlan(tuple(node.memory() for node in nodes))
 
 
-def served_bytes(weights: Iterable[Weight], dtype: str) -> int:
-    """Of one engine's copy: floating point in the dtype of the forwards, the rest as it is stored."""
-    return sum(w.values * FORWARD[dtype] if w.is_float else w.nbytes for w in weights)
+def served_bytes(component: str, weights: Iterable[Weight], dtype: Dtype, width: Width | None = None) -> int:
+    """Of one engine's copy; what is not floating point as it is stored."""
+    return sum(
+        w.values * (FORWARD[dtype] if width is None else width(component, w.name, dtype)) if w.is_float else w.nbytes
+        for w in weights
+    )
 
 
 def shard_values(weights: Iterable[Weight], ranks: int) -> int:
@@ -199,7 +210,7 @@ class _Node:
 
     def _exported(self, phase: str) -> Bytes:
         """The student's weights in Ray's object store, on the node of rank 0, from the first export on."""
-        if self.node or phase.startswith("start"):
+        if self.node or phase.startswith("start") or not self.trainers:
             return {}
         kinds = 2 if self.config.keeps_ema else 1
         held = {"exported weights": kinds * self.full}
@@ -223,6 +234,8 @@ class _Node:
 
     def _sync(self) -> Bytes:
         """New weights on their way into the engines: the client's or each local engine's copy of the store's."""
+        if not self.trainers:
+            return {}
         if self.sglang:
             received = (
                 self.full + self.full // MASTER * FORWARD[self.config.model.forward_dtype]

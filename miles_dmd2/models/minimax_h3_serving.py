@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -20,6 +21,8 @@ from miles_dmd2.models.serving import ServingFormat, pictures
 from miles_dmd2.types import Conditioning, Probe
 
 STATES, LAYOUT, TAGS, TARGET = "encoder_hidden_states", "h3_packed_layout", "h3_token_tags", "h3_video_target_start"
+
+TEXT_LAYERS = 50  # of the text encoder: its states are read there
 
 
 class MiniMaxH3Serving(ServingFormat):
@@ -42,6 +45,16 @@ class MiniMaxH3Serving(ServingFormat):
         # Other components stay as released: the network casts the text's states. The checkpoint is the directory
         # itself: without a subfolder SGLang refuses one that has no `vae`.
         return ["--dit-precision", dtype, "--model-subfolder", "."]
+
+    def served_width(self, component: str, name: str, dtype: Literal["fp32", "bf16"]) -> int:
+        """SGLang's defaults: VAEs in fp32, the text encoder in bf16, without head, last norm and later layers."""
+        if component == "transformer":
+            return super().served_width(component, name, dtype)
+        if component != "text_encoder":
+            return 4
+        layer = re.match(r"(?:model\.)?(?:language_model\.)?layers\.(\d+)\.", name)
+        later = layer is not None and int(layer[1]) >= TEXT_LAYERS
+        return 0 if later or re.match(r"lm_head\.|(?:model\.)?(?:language_model\.)?norm\.", name) else 2
 
     def request_fields(self) -> dict[str, object]:
         target = self._canvas.request_target()

@@ -28,6 +28,10 @@ class ServingFormat(ABC):
     def launch_arguments(self, dtype: Literal["fp32", "bf16"]) -> list[str]:
         """Flags that give every component its dtype."""
 
+    def served_width(self, component: str, name: str, dtype: Literal["fp32", "bf16"]) -> int:
+        """Bytes of a value of this tensor in a server with `launch_arguments(dtype)`; 0: the server leaves it out."""
+        return {"fp32": 4, "bf16": 2}[dtype]
+
     @abstractmethod
     def request_fields(self) -> dict[str, object]:
         """Canvas and guidance fields of a request."""

@@ -74,8 +74,8 @@ def test_headers(checkpoint: Path) -> None:
         "vae": 2,
     }
     assert Weight("proj_in.weight", "BF16", (10, 3), 60) in components["transformer"]
-    assert served_bytes(components["vae"], "fp32") == 5 * 4 + 3 * 8
-    assert served_bytes(components["vae"], "bf16") == 5 * 2 + 3 * 8
+    assert served_bytes("vae", components["vae"], "fp32") == 5 * 4 + 3 * 8
+    assert served_bytes("vae", components["vae"], "bf16") == 5 * 2 + 3 * 8
 
 
 def test_an_index_says_which_files_count_and_a_variant_counts_once(tmp_path: Path) -> None:
@@ -257,6 +257,25 @@ def test_the_reserve_decides(planned: Callable[..., MemoryPlan]) -> None:
         check_memory(plan, Limits(device=2000 / 0.9 - 1))
     with pytest.raises(ConfigError, match="--host-memory-gb"):
         check_memory(plan, Limits(host=4668 / 0.9 - 1))
+
+
+def test_an_engine_may_hold_components_in_other_dtypes_and_leave_some_out(checkpoint: Path) -> None:
+    parsed = run("--device", "cuda", "--forward-dtype", "bf16")
+
+    def width(component: str, name: str, dtype: str) -> int:
+        return {"transformer": 2, "text_encoder": 0, "vae": 4}[component]
+
+    (node,) = build_memory(parsed.config, parsed.trainers, read_components(checkpoint), width).nodes
+    (generate,) = (phase for phase in node.phases if phase.name == "generate")
+    assert generate.device == {"engine text_encoder": 0, "engine transformer": 200, "engine vae": 5 * 4 + 24}
+
+
+def test_without_trainers_there_are_engines_alone(checkpoint: Path) -> None:
+    config = run("--device", "cuda").config
+    (node,) = build_memory(config, (), read_components(checkpoint)).nodes
+    assert node.runs == {"engines": (0, 0)}
+    (phase,) = node.phases
+    assert (phase.name, phase.host) == ("generate", {"host copy of engines": ENGINE * 4 + 24})
 
 
 def test_the_table_shows_nodes_that_are_alike_once(planned: Callable[..., MemoryPlan]) -> None:

@@ -9,44 +9,23 @@ from pathlib import Path
 
 import pytest
 
-from miles_dmd2.config import Config, ConfigError, ParsedRun, build_plan, parse
-from miles_dmd2.config.headers import read_components
-from miles_dmd2.config.memory import GB, Limits, MemoryPlan, build_memory, check_memory
+from miles_dmd2.config import ConfigError, ParsedRun, build_plan, parse
+from miles_dmd2.config.memory import GB, Limits, MemoryPlan, check_memory
 from miles_dmd2.config.options import OPTIONS
+from miles_dmd2.models.memory import plan_memory
 from recipes import dmd2_h3_t2va_16gpu_multinode as recipe
 from tests import h3_headers
 
 WHERE = ["--checkpoint", "H3", "--sglang-python", "engine/python", "--prompts", "prompts", "--shared", "/shared/h3"]
-# Flags of the recipe that this version may lack; what it says of them is asserted as soon as they are there.
-AGREED = {
-    "diffusion_duration",
-    "diffusion_fps",
-    "save_eval_media_dir",
-    "debug_rollout_only",
-    "reference_transformer",
-}
-H200, TWO_TIB = 141 * GB, 2199 * GB
+H200, TWO_TIB = 149 * GB, 2199 * GB
 
 
-def resolved(*more: str) -> tuple[ParsedRun, dict[str, str]]:
-    """The parsed command line of the recipe, and its flags as text."""
-    flags = recipe.command([*WHERE, *more])
-    said = {word.partition("=")[0].removeprefix("--").replace("-", "_"): word.partition("=")[2] for word in flags}
-    missing = {name for name in said if name not in OPTIONS and name.isidentifier()}
-    assert missing <= AGREED
-    known = [word for word in flags if word.removeprefix("--").partition("=")[0].replace("-", "_") not in missing]
-    return parse(known), said
-
-
-def only_there(config: Config, said: dict[str, str], name: str, value: object) -> None:
-    """A flag that is agreed: what the recipe says, and what it resolves to if this version has it."""
-    assert said[name] == str(value)
-    if name in OPTIONS:
-        assert getattr(getattr(config, OPTIONS[name].section), name) == value
+def resolved(*more: str) -> ParsedRun:
+    return parse(recipe.command([*WHERE, *more]))
 
 
 def test_every_figure_of_the_source() -> None:
-    parsed, said = resolved()
+    parsed = resolved()
     config, plan = parsed.config, build_plan(parsed.config, parsed.trainers)
     critic, actor = parsed.trainers
     assert (critic.role, actor.role) == ("critic", "actor")
@@ -77,43 +56,43 @@ def test_every_figure_of_the_source() -> None:
     assert algorithm.dmd2_teacher_guidance_scale == config.rollout.diffusion_guidance_scale == 1.0
     assert (algorithm.dmd2_critic_loss_space, algorithm.dmd2_score_sigma_range) == ("x0", (0.001, 0.999))
     assert config.score_shift == 5.0
-    assert said["fsdp_flow_shift"] == "visual=5.0"
+    assert "--fsdp-flow-shift=visual=5.0" in recipe.command(WHERE)
     assert plan.forwards_per_update.cost == 31.5
     assert config.rollout.rm_type == "none"
 
-    only_there(config, said, "diffusion_fps", 24)
-    only_there(config, said, "save_eval_media_dir", Path("/shared/h3/eval_media/run"))
+    assert config.evaluation.diffusion_fps == 24
+    assert config.evaluation.save_eval_media_dir == Path("/shared/h3/eval_media/run")
+    assert config.rollout.debug_rollout_only is None
     assert (plan.evals, plan.eval_every) == (21, 10)  # at rollout 0, every tenth, after the last
     assert config.evaluation.eval_prompt_data == Path("prompts/eval_media.jsonl")
     assert config.rollout.prompt_data == Path("prompts/train.jsonl")
 
 
 def test_our_own_choices() -> None:
-    parsed, said = resolved()
-    config = parsed.config
+    config = resolved().config
     assert (config.model.diffusion_height, config.model.diffusion_width) == (512, 896)
-    only_there(config, said, "diffusion_duration", 4)
+    assert config.model.diffusion_duration == 4
     assert (config.rollout.rollout_batch_size, config.rollout.n_samples_per_prompt) == (320, 1)
     source = Path(recipe.__file__).read_text()
     assert source.count("our choice") + source.count("Our choice") >= 4
 
 
 def test_where_it_runs() -> None:
-    config = resolved()[0].config
+    config = resolved().config
     cluster = config.cluster
     assert (cluster.device, cluster.actor_num_nodes, cluster.actor_num_gpus_per_node) == ("cuda", 2, 8)
     assert (cluster.ray_address, config.num_engines, config.rollout.rollout_engine) == ("auto", 16, "sglang")
-    one_node = resolved("--nodes", "1", "--eval-interval", "20")[0].config
+    one_node = resolved("--nodes", "1", "--eval-interval", "20").config
     assert (one_node.num_ranks, one_node.num_engines, one_node.evaluation.eval_interval) == (8, 4, 20)
-    assert resolved("--ray-address", "10.0.0.1:6379")[0].config.cluster.ray_address == "10.0.0.1:6379"
+    assert resolved("--ray-address", "10.0.0.1:6379").config.cluster.ray_address == "10.0.0.1:6379"
 
 
 @pytest.mark.parametrize(("name", "steps"), [("teacher", 50), ("fasth3", 4)])
 def test_references(name: str, steps: int) -> None:
     """The same prompts, seeds, canvas and grid shift as the run's evals; another number of steps, another directory."""
     swap = ("--fasth3-transformer", "fast/transformer") if name == "fasth3" else ()
-    parsed, said = resolved("--reference", name, *swap)
-    run = resolved()[0].config
+    parsed = resolved("--reference", name, *swap)
+    run = resolved().config
     config = parsed.config
     assert config.num_steps == steps
     grid = build_plan(config, parsed.trainers).sigmas
@@ -123,16 +102,16 @@ def test_references(name: str, steps: int) -> None:
     assert config.evaluation.eval_samples_per_prompt == run.evaluation.eval_samples_per_prompt
     assert config.rollout_seed == run.rollout_seed
     assert config.rollout.diffusion_guidance_scale == 1.0
-    only_there(config, said, "debug_rollout_only", "eval")
-    only_there(config, said, "save_eval_media_dir", Path("/shared/h3/eval_media") / name)
-    only_there(config, said, "diffusion_fps", 24)
-    assert said.get("reference_transformer") == ("fast/transformer" if name == "fasth3" else None)
+    assert config.rollout.debug_rollout_only == "eval"
+    assert config.evaluation.save_eval_media_dir == Path("/shared/h3/eval_media") / name
+    assert config.evaluation.diffusion_fps == run.evaluation.diffusion_fps
+    assert config.rollout.reference_transformer == (Path("fast/transformer") if name == "fasth3" else None)
     assert config.run.run_dir == Path("/shared/h3") / name
 
 
 def test_the_tiny_variant_is_the_same_recipe() -> None:
     """Other sizes alone: every option that is no size, place or machine is the large one's."""
-    large, tiny = resolved()[0], resolved("--tiny")[0]
+    large, tiny = resolved(), resolved("--tiny")
     sizes = {"diffusion_height", "diffusion_width", "num_rollout", "global_batch_size", "rollout_batch_size"}
     machine = {"device", "actor_num_nodes", "actor_num_gpus_per_node", "num_gpus_per_node", "rollout_num_engines"}
     machine |= {"ray_address", "gpu_memory_gb", "host_memory_gb", "load_ranks_at_once", "start_timeout"}
@@ -143,13 +122,14 @@ def test_the_tiny_variant_is_the_same_recipe() -> None:
         if getattr(getattr(large.config, option.section), name) != getattr(getattr(tiny.config, option.section), name)
     }
     assert different <= sizes | machine | {"diffusion_duration"}
-    assert tiny.config.cluster.device == "cpu"
+    assert (tiny.config.cluster.device, tiny.config.cluster.ray_address) == ("cpu", None)
+    assert resolved("--tiny", "--ray-address", "auto").config.cluster.ray_address == "auto"
     assert {trainer.num_ranks for trainer in tiny.trainers} == {2}
     assert build_plan(tiny.config, tiny.trainers).window_size == 4
 
 
 def test_options_of_the_user_win() -> None:
-    config = resolved("--lr", "1e-6", "--dmd2-score-sigma-range", "0.02", "0.98", "--rollout-num-engines=4")[0].config
+    config = resolved("--lr", "1e-6", "--dmd2-score-sigma-range", "0.02", "0.98", "--rollout-num-engines=4").config
     assert (config.trainer.lr, config.algorithm.dmd2_score_sigma_range, config.num_engines) == (1e-6, (0.02, 0.98), 4)
 
 
@@ -172,8 +152,8 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def planned(shapes: Path, *more: str) -> MemoryPlan:
-    parsed = resolved(*more)[0]
-    return build_memory(parsed.config, parsed.trainers, read_components(shapes))
+    parsed = parse(recipe.command([*WHERE, "--hf-checkpoint", str(shapes), *more]))
+    return plan_memory(parsed.config, parsed.trainers)
 
 
 def test_memory_at_full_size(shapes: Path) -> None:
@@ -188,12 +168,25 @@ def test_memory_at_full_size(shapes: Path) -> None:
     assert sum(critic.values()) < 50 * GB
     engine = phases["generate"].device
     assert engine["engine transformer"] == h3_headers.DIT_VALUES * 2
-    assert 48 * GB < engine["engine text_encoder"] < 54 * GB
-    assert 120 * GB < sum(engine.values()) < 126 * GB
+    layer = 5120 * (2 * 64 * 128 + 2 * 8 * 128) + 3 * 5120 * 25600 + 2 * 5120 + 2 * 128  # attention, MLP, four norms
+    assert engine["engine text_encoder"] - 2 * (50 * layer + 151936 * 5120) == pytest.approx(
+        1.2 * GB, rel=0.1
+    )  # vision
+    assert 48 * GB < engine["engine text_encoder"] < 52 * GB
+    assert engine["engine video_vae"] == 4 * 2_603_868_984
+    assert engine["engine audio_vae"] == pytest.approx(4 * 151_321_489, rel=1e-4)  # its file has filters beside weights
+    assert 120 * GB < sum(engine.values()) < 130 * GB
     copies = phases["actor"].host["host copy of engines"]
     assert copies == 8 * sum(engine.values())
     assert second.phases[-1].total("host") < first.phases[-1].total("host") < 1900 * GB
     assert phases["start of critic"].host["loading"] == 2 * h3_headers.DIT_VALUES * 4
+
+
+def test_a_reference_needs_engines_alone(shapes: Path) -> None:
+    plan = planned(shapes, "--reference", "teacher")
+    for node in plan.nodes:
+        assert [phase.name for phase in node.phases] == ["generate"]
+        assert list(node.runs) == ["engines"]
 
 
 def test_it_fits_where_it_is_meant_to_run_and_nowhere_smaller(shapes: Path) -> None:

@@ -270,12 +270,17 @@ def test_h3s_student_moves_by_what_is_trained(h3: MiniMaxH3Adapter, ranks: Ranks
 
 
 def h3_rollouts(
-    ranks: Ranks, checkpoint: Path, forward_dtype: torch.dtype
+    ranks: Ranks, checkpoint: Path, forward_dtype: torch.dtype, gradient_checkpointing: bool = False
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
     """Two rollouts of critic and student, all parts trained: their weights, and the student's probe."""
     adapter = MiniMaxH3Adapter(checkpoint, 32, 32, 5)
     own = TrainerSettings(
-        "critic", SEED, OptimizerSettings(lr=1e-2, beta1=0.0, eps=1e-2), 1, forward_dtype=forward_dtype
+        "critic",
+        SEED,
+        OptimizerSettings(lr=1e-2, beta1=0.0, eps=1e-2),
+        1,
+        forward_dtype=forward_dtype,
+        gradient_checkpointing=gradient_checkpointing,
     )
     weights = {"visual": 1.0, "audio": 0.5}
     load = adapter.load_transformer
@@ -313,3 +318,14 @@ def test_h3s_forward_under_fsdp_is_that_of_the_release_in_bf16(
             x = normal(key_seed(0, "probe", 0, 1), adapter.latent_shape).unsqueeze(0)
             cond = adapter.collate([adapter.probe_conditioning()])
             assert torch.equal(adapter.velocity(loaded, x, torch.full((1,), 0.5), cond), probed)
+
+
+@pytest.mark.parametrize("forward_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_h3s_blocks_computed_again_in_backward_give_the_same_bits(
+    ranks: Ranks, h3_checkpoint: Path, forward_dtype: torch.dtype
+) -> None:
+    kept = h3_rollouts(ranks, h3_checkpoint, forward_dtype)
+    again = h3_rollouts(ranks, h3_checkpoint, forward_dtype, True)
+    for ours, theirs in zip(again[:2], kept[:2], strict=True):
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert torch.equal(again[2], kept[2])

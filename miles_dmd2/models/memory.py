@@ -1,0 +1,20 @@
+"""The memory plan of a run's checkpoint: from its headers, as its family is trained and served."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from miles_dmd2.config import Config, TrainerSpec
+from miles_dmd2.config.headers import read_components
+from miles_dmd2.config.memory import MemoryPlan, build_memory
+from miles_dmd2.models.registry import build_adapter
+
+
+def plan_memory(config: Config, trainers: Sequence[TrainerSpec]) -> MemoryPlan:
+    """ConfigError: files that cannot be read. Nothing is loaded."""
+    serving = None
+    if config.rollout.rollout_engine == "sglang":
+        serving = build_adapter(config.model.hf_checkpoint, *config.canvas).serving
+    started = trainers if config.rollout.debug_rollout_only is None else ()
+    components = read_components(config.model.hf_checkpoint)
+    return build_memory(config, started, components, None if serving is None else serving.served_width)
