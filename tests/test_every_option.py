@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from miles_dmd2.algo import normal
-from miles_dmd2.config.schema import AlgorithmSection, TrainerSection
+from miles_dmd2.config.sections import AlgorithmSection, TrainerSection
 from miles_dmd2.data.latents import LatentFile, write_latents
 from miles_dmd2.training import ActorTrainer, Ranks
 from tests.in_process import PROMPTS, Outcome, run

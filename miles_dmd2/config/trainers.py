@@ -13,8 +13,9 @@ from pydantic import Field, ValidationError
 from miles_dmd2.config.clock import StudentClock
 from miles_dmd2.config.errors import ConfigError, near_divisors, nearest, show
 from miles_dmd2.config.options import reason
-from miles_dmd2.config.schema import DEFAULT_TRAINERS, Config, TrainerEntry, TrainerSection
+from miles_dmd2.config.schema import Config
 from miles_dmd2.config.section import PositiveInt
+from miles_dmd2.config.sections import DEFAULT_TRAINERS, TrainerEntry, TrainerSection
 from miles_dmd2.config.yaml_input import read_yaml
 from miles_dmd2.types import Role
 
