@@ -1,11 +1,11 @@
-"""--debug-rollout-only: engines with a checkpoint's own weights, and no trainer; checks of what engines are given."""
+"""--debug-rollout-only: engines with a checkpoint's own weights, and no trainer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from miles_dmd2.config import Config, ConfigError
+from miles_dmd2.config import Config
 from miles_dmd2.driver import Evaluation, RequestSource, eval_only, rollouts_only
 from miles_dmd2.observability import Sink
 
@@ -27,22 +27,3 @@ def rollout_only(config: Config, source: RequestSource, evaluation: Evaluation, 
         else:
             rollouts_only(range(config.rollout.num_rollout), source, engines, sink())
         return engines.media_failures
-
-
-def check_reward_and_reference(config: Config) -> None:
-    """ConfigError: a reward function that is not there or cannot be called, a transformer of another pipeline."""
-    reward, reference = config.rollout.custom_rm_path, config.rollout.reference_transformer
-    if reward is not None:
-        from miles_dmd2.rewards import check_reward
-
-        try:
-            check_reward(reward)
-        except ValueError as error:
-            raise ConfigError(f"--custom-rm-path {reward}: {error}") from error
-    if reference is not None:
-        from miles_dmd2.models.reference import check_transformer
-
-        try:
-            check_transformer(config.model.hf_checkpoint, reference)
-        except ValueError as error:
-            raise ConfigError(f"--reference-transformer {reference}: {error}") from error
