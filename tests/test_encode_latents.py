@@ -13,7 +13,9 @@ from PIL import Image
 from miles_dmd2.data.latents import check_latents, read_latents
 from miles_dmd2.models.checkpoint import component_digest
 from miles_dmd2.models.qwen_image import QwenImageAdapter
+from miles_dmd2.models.registry import build_adapter
 from scripts.encode_latents import main
+from tests import tiny_wan
 from tests.tiny_qwen import SIZE, build
 
 
@@ -60,3 +62,24 @@ def test_bad_data_is_one_line(pipeline: Path, data: Path, line: str, capsys: pyt
     last = capsys.readouterr().err.splitlines()[-1]
     assert "data.jsonl:1" in last or "no.png" in last
     assert not data.with_name("latents.safetensors").exists()
+
+
+def test_clips_are_lists_of_frames(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pipeline = tiny_wan.build(tmp_path / "wan")
+    random = np.random.default_rng(1)
+    names = [f"{i}.png" for i in range(5)]
+    for name in names:
+        Image.fromarray(random.integers(0, 256, (32, 48, 3), dtype=np.uint8)).save(tmp_path / name)
+    data = tmp_path / "clips.jsonl"
+    data.write_text(json.dumps({"frames": names, "prompt": "a"}))
+    words = ["--hf-checkpoint", str(pipeline), "--data", str(data), "--output", str(tmp_path / "clips.safetensors")]
+    words += ["--diffusion-height", "32", "--diffusion-width", "48", "--diffusion-num-frames", "5"]
+    assert main(words) == 0
+    adapter = build_adapter(pipeline, 32, 48, 5)
+    clip = torch.from_numpy(np.stack([np.array(Image.open(tmp_path / name)) for name in names]))[None]
+    expected = adapter.encode(adapter.load_components(), clip)
+    torch.testing.assert_close(read_latents(tmp_path / "clips.safetensors").latents, expected, rtol=0, atol=1e-5)
+    data.write_text(json.dumps({"frames": names[:4], "prompt": "a"}))
+    with pytest.raises(SystemExit):
+        main(words)
+    assert "clips.jsonl:1: has 4 frames, the canvas 5" in capsys.readouterr().err

@@ -148,9 +148,21 @@ class ModelAdapter(ABC):
     def encode(self, components: Components, pixels: Tensor) -> Tensor:
         """uint8 `[batch, frames, height, width, 3]` -> latents fp32 `[batch, *latent]` on the CPU; `decode` undoes it.
 
-        ValueError, unless the family can: only --dmd2-student-input forward_noise needs it.
+        The posterior's mode, normalised. ValueError: pixels of another shape or dtype, or a family that cannot: only
+        --dmd2-student-input forward_noise needs it.
         """
-        raise ValueError(f"{self.family} cannot encode pictures yet: use --dmd2-student-input backward_simulation")
+        raise ValueError(f"{self.family} cannot encode pictures: use --dmd2-student-input backward_simulation")
+
+    def planes_of(self, components: Components, pixels: Tensor) -> Tensor:
+        """Pixels of this canvas for the VAE: `[batch, 3, frames, height, width]` in [-1, 1], on its device and in its
+        dtype. ValueError: another shape, or not uint8.
+        """
+        shape = (self.num_frames, self.height, self.width, 3)
+        if pixels.dtype != torch.uint8 or pixels.shape[1:] != shape:
+            wanted = f"[batch, {', '.join(map(str, shape))}]"
+            raise ValueError(f"pixels must be uint8 {wanted}, got {pixels.dtype} {list(pixels.shape)}")
+        parameter = next(components.vae.parameters())
+        return (pixels.permute(0, 4, 1, 2, 3).to(parameter.device) / 127.5 - 1).to(parameter.dtype)
 
     @abstractmethod
     def collate(self, conds: Sequence[Conditioning]) -> dict[str, Tensor]:

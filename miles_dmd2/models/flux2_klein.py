@@ -121,11 +121,20 @@ class Flux2KleinAdapter(ModelAdapter):
         parameter = next(vae.parameters())
         rows, columns = self._grid
         planes = latents.to(parameter.device, parameter.dtype).transpose(1, 2).unflatten(2, (rows, columns))
-        mean = vae.bn.running_mean.view(1, -1, 1, 1).to(planes)
-        deviation = torch.sqrt(vae.bn.running_var.view(1, -1, 1, 1) + vae.config.batch_norm_eps).to(planes)
+        mean, deviation = _statistics(vae, planes)
         patches = (planes * deviation + mean).unflatten(1, (-1, PATCH, PATCH))
         pixels = patches.permute(0, 1, 4, 2, 5, 3).reshape(len(planes), -1, PATCH * rows, PATCH * columns)
         return pixels_of(vae.decode(pixels, return_dict=False)[0]).unsqueeze(1)
+
+    @torch.no_grad()
+    def encode(self, components: Components, pixels: Tensor) -> Tensor:
+        vae: Any = components.vae
+        latents = vae.encode(self.planes_of(components, pixels).squeeze(2)).latent_dist.mode()
+        rows, columns = self._grid
+        patches = latents.reshape(len(latents), -1, rows, PATCH, columns, PATCH).permute(0, 1, 3, 5, 2, 4)
+        planes = patches.reshape(len(latents), -1, rows, columns)
+        mean, deviation = _statistics(vae, planes)
+        return ((planes - mean) / deviation).flatten(2).transpose(1, 2).to("cpu", torch.float32)
 
     def collate(self, conds: Sequence[Conditioning]) -> dict[str, Tensor]:
         return {EMBEDS: stack_rows(conds, EMBEDS, (MAX_TOKENS, self._text_dim))}
@@ -162,6 +171,12 @@ class Flux2KleinAdapter(ModelAdapter):
     def export_pipeline(self, weights: Mapping[str, Tensor], sampling: StudentSampling, directory: Path) -> None:
         call = {"guidance_scale": 1.0, "height": self.height, "width": self.width}
         write_student(self.checkpoint, weights, sampling, flow_match_scheduler(sampling), call, directory)
+
+
+def _statistics(vae: Any, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of the VAE's patches, `[1, channels, 1, 1]`: those of its batch norm."""
+    variance = vae.bn.running_var.view(1, -1, 1, 1) + vae.config.batch_norm_eps
+    return vae.bn.running_mean.view(1, -1, 1, 1).to(like), torch.sqrt(variance).to(like)
 
 
 class Flux2KleinServing(CanvasServing):

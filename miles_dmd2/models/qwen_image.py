@@ -162,13 +162,7 @@ class QwenImageAdapter(ModelAdapter):
     def encode(self, components: Components, pixels: Tensor) -> Tensor:
         """uint8 `[batch, 1, height, width, 3]` -> the posterior's mode, normalised and packed, fp32 on the CPU."""
         vae: Any = components.vae
-        parameter = next(vae.parameters())
-        if pixels.dtype != torch.uint8 or pixels.shape[1:] != (1, self.height, self.width, 3):
-            raise ValueError(
-                f"pixels must be uint8 [batch, 1, {self.height}, {self.width}, 3], got {pixels.dtype} "
-                f"{list(pixels.shape)}"
-            )
-        planes = (pixels[:, 0].permute(0, 3, 1, 2).to(parameter.device) / 127.5 - 1).to(parameter.dtype)
+        planes = self.planes_of(components, pixels).squeeze(2)
         mean, deviation = (
             torch.tensor(values).view(1, -1, 1, 1).to(planes.device, planes.dtype)
             for values in (vae.config.latents_mean, vae.config.latents_std)

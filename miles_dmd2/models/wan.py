@@ -138,11 +138,15 @@ class WanAdapter(ModelAdapter):
         vae: Any = components.vae
         parameter = next(vae.parameters())
         planes = latents.to(parameter.device, parameter.dtype)
-        mean, deviation = (
-            torch.tensor(values).view(1, -1, 1, 1, 1).to(planes.device, planes.dtype)
-            for values in (vae.config.latents_mean, vae.config.latents_std)
-        )
+        mean, deviation = _statistics(vae, planes)
         return pixels_of(vae.decode(planes / (1.0 / deviation) + mean, return_dict=False)[0])
+
+    @torch.no_grad()
+    def encode(self, components: Components, pixels: Tensor) -> Tensor:
+        vae: Any = components.vae
+        latents = vae.encode(self.planes_of(components, pixels)).latent_dist.mode()
+        mean, deviation = _statistics(vae, latents)
+        return ((latents - mean) * (1.0 / deviation)).to("cpu", torch.float32)
 
     def collate(self, conds: Sequence[Conditioning]) -> dict[str, Tensor]:
         return {EMBEDS: stack_rows(conds, EMBEDS, (MAX_TOKENS, self._text_dim))}
@@ -179,6 +183,15 @@ class WanAdapter(ModelAdapter):
                 "student.json, all but the last, or it samples another grid",
                 directory,
             )
+
+
+def _statistics(vae: Any, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of the VAE's latents, `[1, channels, 1, 1, 1]`."""
+    mean, deviation = (
+        torch.tensor(values).view(1, -1, 1, 1, 1).to(like.device, like.dtype)
+        for values in (vae.config.latents_mean, vae.config.latents_std)
+    )
+    return mean, deviation
 
 
 class WanServing(CanvasServing):

@@ -119,6 +119,13 @@ class ZImageAdapter(ModelAdapter):
         scaled = latents.to(parameter.device, parameter.dtype) / vae.config.scaling_factor + vae.config.shift_factor
         return pixels_of(vae.decode(scaled, return_dict=False)[0]).unsqueeze(1)
 
+    @torch.no_grad()
+    def encode(self, components: Components, pixels: Tensor) -> Tensor:
+        vae: Any = components.vae
+        moments = vae.encode(self.planes_of(components, pixels).squeeze(2)).latent_dist
+        latents = (moments.mode() - vae.config.shift_factor) * vae.config.scaling_factor
+        return latents.to("cpu", torch.float32)
+
     def collate(self, conds: Sequence[Conditioning]) -> dict[str, Tensor]:
         """prompt_embeds `[batch, L, d]`; prompt_lengths, int64 `[batch]`, only where lengths differ."""
         embeds, mask = pad_rows(conds, EMBEDS, self._text_dim)

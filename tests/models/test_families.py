@@ -74,6 +74,25 @@ def close(a: Tensor, b: Tensor, tolerance: float = FP32) -> None:
     torch.testing.assert_close(a, b, rtol=0, atol=tolerance)
 
 
+@torch.no_grad()
+def test_encode_is_what_decode_undoes(tiny: Tiny, adapter: ModelAdapter) -> None:
+    """decode(encode(x)) is the VAE's own round trip of x, and its normalisation is the pipeline's (see below)."""
+    components = adapter.load_components()
+    generator = torch.Generator().manual_seed(0)
+    shape = (2, tiny.num_frames, *tiny.size, 3)
+    pixels = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+    latents = adapter.encode(components, pixels)
+    assert latents.shape == (2, *adapter.latent_shape)
+    vae: Any = components.vae
+    planes = pixels.permute(0, 4, 1, 2, 3) / 127.5 - 1
+    flat = tiny.num_frames == 1 and tiny.name != "qwen_image"
+    own = vae.decode(vae.encode(planes.squeeze(2) if flat else planes).latent_dist.mode(), return_dict=False)[0]
+    shown = (own * 0.5 + 0.5).clamp(0, 1).view(2, 3, *shape[1:4]).permute(0, 2, 3, 4, 1)
+    close(adapter.decode(components, latents), shown, 2e-5)
+    with pytest.raises(ValueError, match=r"pixels must be uint8 .* got torch.float32"):
+        adapter.encode(components, pixels.float())
+
+
 def test_every_registered_family_is_tested_here() -> None:
     """All that the local engine generates with; test_minimax_h3.py is of the other."""
     embedded = [family.name for family in FAMILIES if adapter_class(family).embedded]
