@@ -161,9 +161,8 @@ def run(
         held = in_use([("--run-dir", run_dir), ("--save", config.save_dir)])
         with held, _log_file(run_dir / "logs" / "driver.log"):
             if config.rollout.debug_rollout_only is not None:
-                write_json(run_dir / "run.json", {"options": options(config), "arguments": list(arguments)})
                 source, eval_set = training_requests(config, trainers, plan), evaluation(config, None)
-                missing = rollout_only(config, source, eval_set, lambda: sinks(config, 0))
+                missing = rollout_only(config, source, eval_set, lambda: started(config, arguments, 0))
             else:
                 missing = train_and_export(config, trainers, plan, manifest, arguments, stop)
     except KeyboardInterrupt:
@@ -213,7 +212,7 @@ def train_and_export(
         retention=retention,
     )
     with launch(config, trainers, manifest) as (engines, groups):
-        write_json(run_dir / "run.json", {"options": options(config), "arguments": list(arguments)})
+        sink = started(config, arguments, start)
         weights = train(
             range(start, rollouts),
             training_requests(config, trainers, plan),
@@ -221,7 +220,7 @@ def train_and_export(
             groups,
             evaluation(config, retention),
             checkpoints,
-            sinks(config, start),
+            sink,
             stop,
             student_clock(config, trainers),
         )
@@ -285,6 +284,12 @@ def evaluation(config: Config, retention: Retention | None) -> FixedEvaluation |
     return FixedEvaluation(requests, interval=config.eval_every, last=config.rollout.num_rollout, watch=watch)
 
 
+def started(config: Config, arguments: Sequence[str], start: int) -> SinkGroup:
+    """All processes are up: from now on the directory is this run's."""
+    write_json(config.run.run_dir / "run.json", {"options": options(config), "arguments": list(arguments)})
+    return sinks(config, start)
+
+
 def sinks(config: Config, start: int) -> SinkGroup:
     """The metrics file and the status always; a terminal's progress; wandb when asked for."""
     run = config.run
@@ -308,6 +313,8 @@ def options(config: Config) -> dict[str, Any]:
 
 def how_to_go_on(config: Config, arguments: Sequence[str]) -> str:
     """The command that continues this run, or why there is none."""
+    if config.rollout.debug_rollout_only is not None:
+        return f"Nothing is trained here; start again, with another --run-dir than {config.run.run_dir}."
     if not any(config.save_dir.glob("step_*/manifest.json")):
         if config.run.load is not None:
             return (

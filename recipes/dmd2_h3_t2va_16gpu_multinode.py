@@ -27,6 +27,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import train_diffusion
+from miles_dmd2.config import ConfigError
+from miles_dmd2.data.pinned import verify_split
 
 TEACHER_STEPS, STUDENT_STEPS = 50, 4
 WINDOW, CRITIC_STEPS = 64, 5
@@ -163,6 +165,7 @@ def cluster(setup: Setup, name: str) -> list[str]:
         "--host-memory-gb=2199",
         "--load-ranks-at-once=1",  # each has the critic and the teacher whole in host memory while it loads: 265 GB
         "--start-timeout=3600",
+        "--engine-request-timeout=3600",  # an update too: 16 servers read 66 GB each from one file system
         "--phase-timeout=7200",
     ]
 
@@ -202,9 +205,18 @@ def reference_flags(setup: Setup, reference: str) -> list[str]:
     ]
 
 
+# What the user gives -> what of the recipe says the same thing in another way.
+INSTEAD_OF = {
+    "--no-gradient-checkpointing": ("--gradient-checkpointing",),
+    "--diffusion-num-frames": ("--diffusion-duration",),
+    "--diffusion-sigmas": ("--diffusion-flow-shift", "--diffusion-num-steps"),
+}
+
+
 def overridden(flags: Sequence[str], given: Sequence[str]) -> list[str]:
     """The recipe's flags without those that the user gives, values of several words included."""
     names = {word.partition("=")[0] for word in given if word.startswith("--")}
+    names |= {other for name in names & INSTEAD_OF.keys() for other in INSTEAD_OF[name]}
     kept: list[str] = []
     skip = False
     for word in flags:
@@ -215,8 +227,8 @@ def overridden(flags: Sequence[str], given: Sequence[str]) -> list[str]:
     return [*kept, *given]
 
 
-def command(argv: Sequence[str] | None = None) -> list[str]:
-    """The flags of train_diffusion.py that a command line of the recipe stands for."""
+def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
+    """The recipe's own options, and those of train_diffusion.py."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -224,6 +236,7 @@ def command(argv: Sequence[str] | None = None) -> list[str]:
     add("--checkpoint", type=Path, required=True, help="MiniMax H3 as released, the directory with model_index.json")
     add("--sglang-python", type=Path, required=True, help="Python of SGLang's environment, the same on all nodes")
     add("--prompts", type=Path, required=True, help="directory that scripts/prepare_prompts.py wrote")
+    add("--expect-sha256", nargs="*", default=[], metavar="NAME=HASH", help="of train, test or eval_media in --prompts")
     add("--shared", type=Path, required=True, help="directory for everything that is written, on a shared file system")
     add("--nodes", type=int, help="default: 2 (with --tiny 1)")
     add("--gpus-per-node", type=int, help="default: 8 (with --tiny 2 ranks on the CPU)")
@@ -235,13 +248,19 @@ def command(argv: Sequence[str] | None = None) -> list[str]:
     own, given = parser.parse_known_args(argv)
     if (own.reference == "fasth3") != (own.fasth3_transformer is not None):
         parser.error("--reference fasth3 and --fasth3-transformer DIR belong together")
+    return own, given
+
+
+def command(argv: Sequence[str] | None = None) -> list[str]:
+    """The flags of train_diffusion.py that a command line of the recipe stands for."""
+    own, given = parse(argv)
     setup = Setup(
         checkpoint=own.checkpoint,
         sglang_python=own.sglang_python,
         prompts=own.prompts,
         shared=own.shared,
-        nodes=own.nodes or (1 if own.tiny else 2),
-        gpus_per_node=own.gpus_per_node or (2 if own.tiny else 8),
+        nodes=(1 if own.tiny else 2) if own.nodes is None else own.nodes,
+        gpus_per_node=(2 if own.tiny else 8) if own.gpus_per_node is None else own.gpus_per_node,
         ray_address=own.ray_address or (None if own.tiny else "auto"),
         eval_interval=own.eval_interval,
         fasth3_transformer=own.fasth3_transformer,
@@ -250,7 +269,17 @@ def command(argv: Sequence[str] | None = None) -> list[str]:
     return overridden(reference_flags(setup, own.reference) if own.reference else train_flags(setup), given)
 
 
+def check_prompts(argv: Sequence[str] | None = None) -> None:
+    """ConfigError: prompts that are not those of their manifest, or not those that --expect-sha256 names."""
+    own, _ = parse(argv)
+    verify_split(own.prompts, dict(pair.partition("=")[::2] for pair in own.expect_sha256))
+
+
 if __name__ == "__main__":
+    try:
+        check_prompts()
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
     flags = command()
     sys.argv[0] = train_diffusion.__file__  # the command that continues a run is one of train_diffusion.py
     sys.exit(train_diffusion.main(flags))

@@ -11,7 +11,10 @@ from miles_dmd2.observability import Sink
 
 
 def rollout_only(config: Config, source: RequestSource, evaluation: Evaluation, sink: Callable[[], Sink]) -> list[str]:
-    """Rollouts or one eval. Returns a line for each eval whose files are not complete; all that can be is written."""
+    """Rollouts or one eval. Returns a line for each eval whose files are not complete; all that can be is written.
+
+    `sink` is called when all processes are up.
+    """
     from miles_dmd2.cluster.launch import launch
     from miles_dmd2.models.reference import check_transformer, swapped
 

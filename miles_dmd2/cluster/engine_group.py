@@ -26,6 +26,7 @@ from miles_dmd2.engines.sglang.engine import SGLangEngine
 from miles_dmd2.engines.sglang.server import ExternalServer, Server
 from miles_dmd2.media.gallery import save_eval_media
 from miles_dmd2.media.store import EvalMedia
+from miles_dmd2.media.video import MediaError
 from miles_dmd2.models.base import ModelAdapter
 from miles_dmd2.observability import RunError
 from miles_dmd2.rewards import Rewards
@@ -46,6 +47,7 @@ class EngineWorker:
         self._metrics = load_function(settings.eval_metrics) if settings.eval_metrics else None
         self._rewards = Rewards(settings.reward)
         self._new_rewards: list[float] = []
+        self._sheets: list[str] = []  # contact sheets that could not be written
         self._media = EvalMedia(settings.kept_media) if settings.kept_media and index == 0 else None
         self._reported_forwards = 0
         self._reported_faults: Counter[str] = Counter()
@@ -78,33 +80,40 @@ class EngineWorker:
         So the driver learns of success without fetching a tensor, and a reader of one window fetches only that.
         Scored here; media and sound travel on for evals alone.
         """
-        requests = [request for window in windows for request in window]
-        samples = self._rewards.score(requests, self._engine.generate(requests))
-        if not for_eval:
-            self._new_rewards += [sample.reward for sample in samples]
-            samples = [without_media(sample) for sample in samples]
-        packed: list[int | PackedSamples] = [len(samples)]
-        for window in windows:
-            packed.append(pack_samples(samples[: len(window)]))
-            samples = samples[len(window) :]
-        return tuple(packed)
+        # A reward reads media: then one window's at a time are held, otherwise engines batch over windows.
+        together = [[window] for window in windows] if self._rewards.active else [windows]
+        packed: list[PackedSamples] = []
+        for part in together:
+            requests = [request for window in part for request in window]
+            samples = self._rewards.score(requests, self._engine.generate(requests))
+            if not for_eval:
+                self._new_rewards += [sample.reward for sample in samples]
+                samples = [without_media(sample) for sample in samples]
+            for window in part:
+                packed.append(pack_samples(samples[: len(window)]))
+                samples = samples[len(window) :]
+        return sum(map(len, windows)), *packed
 
     def evaluate(self, parts: Sequence[Any], rollout_id: int, kind: WeightKind) -> dict[str, float]:
         """Pictures and figures of an eval whose samples came from any engine. Files are written afterwards."""
         samples = [sample for part in ray.get(list(parts)) for sample in unpack_samples(part)]
-        save_eval_media(samples, self._settings.media_directory, rollout_id, kind)
         figures = {"reward": statistics.fmean(sample.reward for sample in samples)} if self._rewards.active else {}
         if self._media is not None:
             self._media.keep(samples, rollout_id, kind)
+        try:
+            save_eval_media(samples, self._settings.media_directory, rollout_id, kind)
+        except (MediaError, OSError) as error:  # a full disk: it costs the file, not the training
+            logger.exception("the contact sheet of the %s eval at rollout %d was not written", kind, rollout_id)
+            self._sheets.append(f"the contact sheet of the {kind} eval at rollout {rollout_id} is missing: {error}")
         return figures | (dict(self._metrics(samples)) if self._metrics else {})
 
     def media_failures(self) -> list[str]:
         """Evals so far whose files are not complete."""
-        return [] if self._media is None else self._media.failures()
+        return self._sheets + ([] if self._media is None else self._media.failures())
 
     def finish_media(self) -> list[str]:
         """The same, when the last file is written: nothing is evaluated afterwards."""
-        return [] if self._media is None else self._media.finish()
+        return self._sheets + ([] if self._media is None else self._media.finish())
 
     def new_rewards(self) -> list[float]:
         """Of training samples since the last call."""

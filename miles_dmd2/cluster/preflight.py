@@ -33,8 +33,9 @@ _SMALLEST_SHARED_MEMORY = 2**30  # a container's default of 64 MiB stops NCCL an
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
-    """What a node says of itself. `unseen`: directories in which it does not see the driver's file. Sizes in bytes;
-    `device_memory`: of its smallest GPU, None without one.
+    """What a node says of itself. `unseen`: directories in which it does not see the driver's file; `missing`: paths
+    that it has not. Sizes in bytes; `device_memory`: of its smallest GPU, None without one; `object_store`: what Ray
+    was told to use there.
     """
 
     name: str
@@ -44,6 +45,8 @@ class NodeFacts:
     host_memory: int
     device_memory: int | None
     unseen: tuple[str, ...]
+    missing: tuple[str, ...]
+    object_store: int
 
 
 def preflight(config: Config, trainers: Sequence[TrainerSpec], placement: Placement, timeout: float) -> None:
@@ -60,7 +63,7 @@ def preflight(config: Config, trainers: Sequence[TrainerSpec], placement: Placem
         per_node = config.cluster.actor_num_gpus_per_node
         asked = [
             task.options(scheduling_strategy=placement.options(node * per_node)["scheduling_strategy"]).remote(
-                tuple(map(str, directories)), mark, config.cluster.device
+                tuple(map(str, directories)), mark, config.cluster.device, needed_paths(config, trainers)
             )
             for node in range(config.cluster.actor_num_nodes)
         ]
@@ -74,12 +77,20 @@ def preflight(config: Config, trainers: Sequence[TrainerSpec], placement: Placem
 def shared_directories(config: Config) -> list[Path]:
     """What every node writes to or reads from under the same path, without what lies inside of another."""
     wanted = [config.run.run_dir, config.save_dir]
-    if config.sglang.sglang_weight_directory is not None:
-        wanted.append(config.sglang.sglang_weight_directory)
+    for own in (config.sglang.sglang_weight_directory, config.evaluation.save_eval_media_dir):
+        wanted += [] if own is None else [own]
     return [path for path in wanted if not any(path != other and path.is_relative_to(other) for other in wanted)]
 
 
-def node_facts(directories: Sequence[str], mark: str, device: str) -> NodeFacts:
+def needed_paths(config: Config, trainers: Sequence[TrainerSpec]) -> tuple[str, ...]:
+    """What processes on any node read."""
+    paths = [config.model.hf_checkpoint, *(spec.checkpoint for spec in trainers)]
+    for own in (config.sglang.sglang_python, config.algorithm.dmd2_latents):
+        paths += [] if own is None else [own]
+    return tuple(dict.fromkeys(str(path.absolute()) for path in paths))
+
+
+def node_facts(directories: Sequence[str], mark: str, device: str, needed: Sequence[str] = ()) -> NodeFacts:
     """Runs on the node. `mark`: a file that the driver has written to each of the directories."""
     memory = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
     return NodeFacts(
@@ -90,7 +101,18 @@ def node_facts(directories: Sequence[str], mark: str, device: str) -> NodeFacts:
         host_memory=host_bytes(),
         device_memory=min(memory) if memory and device == "cuda" else None,
         unseen=tuple(path for path in directories if not os.path.exists(os.path.join(path, mark))),
+        missing=tuple(path for path in needed if not os.path.exists(path)),
+        object_store=_object_store(),
     )
+
+
+def _object_store() -> int:
+    """What Ray was started with on this node; 0 outside of Ray."""
+    if not ray.is_initialized():
+        return 0
+    own = ray.get_runtime_context().get_node_id()
+    (resources,) = (node["Resources"] for node in ray.nodes() if node["NodeID"] == own)
+    return int(resources.get("object_store_memory", 0))
 
 
 def packages() -> dict[str, str]:
@@ -113,8 +135,14 @@ def check_nodes(facts: Sequence[NodeFacts], memory: MemoryPlan, config: Config) 
             )
         if node.unseen:
             raise ConfigError(
-                f"node {node.name}: does not see what the driver writes to {node.unseen[0]}; give --run-dir, --save "
-                "and --sglang-weight-directory on a file system that all nodes share, under one path"
+                f"node {node.name}: does not see what the driver writes to {node.unseen[0]}; give --run-dir, --save, "
+                "--sglang-weight-directory and --save-eval-media-dir on a file system that all nodes share, under one "
+                "path"
+            )
+        if node.missing:
+            raise ConfigError(
+                f"node {node.name}: has no {node.missing[0]}; --hf-checkpoint, --sglang-python and --dmd2-latents must "
+                "be there on every node under one path"
             )
     _check_packages(facts, packages())
     for node, planned in zip(facts, memory.nodes, strict=True):
@@ -124,13 +152,23 @@ def check_nodes(facts: Sequence[NodeFacts], memory: MemoryPlan, config: Config) 
                 f"node {node.name}: {SHARED_MEMORY} has {node.shared_memory / GB:.3g} GB free, Ray's object store and "
                 f"weights on their way need {needed / GB:.3g} GB; make it larger (--shm-size of a container)"
             )
+        stored = max(stored_bytes(phase.host) for phase in planned.phases)
+        if node.object_store < stored:
+            raise ConfigError(
+                f"node {node.name}: Ray's object store has {node.object_store / GB:.3g} GB, weights on their way need "
+                f"{stored / GB:.3g} GB; say `ray start --object-store-memory {stored}` there, or more"
+            )
     check_memory(memory, limits(facts, config))
 
 
 def shared_memory_bytes(host: Mapping[str, int]) -> int:
     """Of a phase's host memory what lies in /dev/shm: weights in Ray's object store, and files for the servers."""
-    store = host.get("exported weights", 0) + host.get("next exported weights", 0) // 2
-    return store + host.get(f"weights in {SHARED_MEMORY}", 0)
+    return stored_bytes(host) + host.get(f"weights in {SHARED_MEMORY}", 0)
+
+
+def stored_bytes(host: Mapping[str, int]) -> int:
+    """Of a phase's host memory what lies in Ray's object store; the next weights are there once, and once packed."""
+    return host.get("exported weights", 0) + host.get("next exported weights", 0) // 2
 
 
 def limits(facts: Sequence[NodeFacts], config: Config) -> Limits:

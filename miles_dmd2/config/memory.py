@@ -112,9 +112,13 @@ def unit_values(weights: Iterable[Weight]) -> tuple[int, int]:
 
 
 def _unit(name: str) -> str:
-    """`transformer_blocks.3` of `transformer_blocks.3.attn.to_q.weight`; empty for what is in no list of blocks."""
+    """`transformer_blocks.3` of `transformer_blocks.3.attn.to_q.weight`, `token_refiner.blocks.0` of a list inside a
+    module; empty for what is in no list of blocks.
+    """
     parts = name.split(".")
-    return ".".join(parts[:2]) if len(parts) > 2 and parts[1].isdigit() else ""
+    if len(parts) > 2 and parts[1].isdigit():
+        return ".".join(parts[:2])
+    return ".".join(parts[:3]) if len(parts) > 3 and parts[1].endswith("blocks") and parts[2].isdigit() else ""
 
 
 def sharded(spec: TrainerSpec, dtype: str) -> bool:

@@ -58,6 +58,9 @@ RESUME_MAY_CHANGE = frozenset(
         "max_skipped_steps",
         "max_x0_drift",
         "save_eval_media_dir",
+        "rollout_video_dtype",
+        "custom_rm_path",
+        "gradient_checkpointing",  # the same bits: tests/training/test_families.py
         "diffusion_fps",
         "use_wandb",
         "wandb_log_num_images",

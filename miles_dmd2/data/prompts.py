@@ -20,7 +20,7 @@ _NOT_PROMPTS = frozenset({".csv", ".tsv", ".parquet", ".yaml", ".yml", ".xml", "
 _MARK = b"\xef\xbb\xbf"
 _CONTROL = re.compile("[\0-\x08\x0e-\x1f\x7f-\x84\x86-\x9f]")  # Unicode's category Cc, less those that are blanks
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_LONGEST = 20_000  # characters; text encoders keep some hundred words
+LONGEST = 20_000  # characters; text encoders keep some hundred words
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +158,8 @@ def _unfit(prompt: str) -> str | None:
         return f"holds the control character U+{ord(control[0]):04X}; remove it, or give {_WHAT}"
     if not prompt.isascii() and _SURROGATE.search(prompt):
         return f"prompt {show(prompt)}: holds half of a surrogate pair; fix or remove that line"
-    if len(prompt) > _LONGEST:
-        return f"a prompt of {len(prompt)} characters, at most {_LONGEST} are read; give {_WHAT}"
+    if len(prompt) > LONGEST:
+        return f"a prompt of {len(prompt)} characters, at most {LONGEST} are read; give {_WHAT}"
     return None
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from miles_dmd2.config.errors import ConfigError, show
 from miles_dmd2.data.pinned import FILES, FORMAT, MANIFEST, file_hash, pinned_hashes
-from miles_dmd2.data.prompts import PromptFile
+from miles_dmd2.data.prompts import LONGEST, PromptFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,9 @@ def clean(prompts: Sequence[str]) -> Cleaned:
     for prompt in prompts:
         normal = prompt if prompt.isascii() else unicodedata.normalize("NFC", prompt)
         not_nfc += normal != prompt
+        if len(normal) > LONGEST:  # some characters become several
+            unseen += 1
+            continue
         if not normal.isascii():
             hidden = sum(unicodedata.category(char) == "Cf" for char in normal)
             if hidden == sum(not char.isspace() for char in normal):

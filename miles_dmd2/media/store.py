@@ -84,8 +84,9 @@ class EvalMedia:
                 errors.append(str(error) if isinstance(error, MediaError) else repr(error))
         try:
             _write_index(directory / INDEX, entries, kind)
-        except MediaError as error:
-            errors.append(str(error))
+        except Exception as error:
+            logger.exception("the index of the %s eval at rollout %d was not written", kind, rollout_id)
+            errors.append(str(error) if isinstance(error, MediaError) else repr(error))
         if errors:
             self._failures.append(
                 f"the files of the {kind} eval at rollout {rollout_id} are not complete in {directory} "

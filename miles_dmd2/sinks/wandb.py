@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 
 class WandbSink:
@@ -44,7 +47,11 @@ class WandbSink:
         )
         self._wandb, self._media, self._shown = wandb, media, shown
         self._logged: set[tuple[int, str]] = set()
+        # Indexes of evals that a stopped run had made and this one makes again: not until they are written anew.
+        found = [] if media is None else media.glob("eval_*/index.jsonl")
+        self._before = {index: index.stat().st_mtime_ns for index in found if _rollout(index) >= start}
         self._start = start
+        self._unreadable: set[Path] = set()
         self._run.define_metric("rollout")
         self._run.define_metric("*", step_metric="rollout")
 
@@ -57,16 +64,26 @@ class WandbSink:
 
     def close(self) -> None:
         """Returns when everything is uploaded, media too. The engines have written their last file before."""
-        self._log_media()
-        self._run.finish()
+        try:
+            self._log_media()
+        finally:
+            self._run.finish()
 
     def _log_media(self) -> None:
         """Those that are written since the last call, under the rollout of their eval."""
         if self._media is None or not self._shown:
             return
         for index in sorted(self._media.glob("eval_*/index.jsonl")):
-            rollout_id = int(index.parent.name.removeprefix("eval_"))
-            entries = [json.loads(line) for line in index.read_text(encoding="utf-8").splitlines()]
+            rollout_id = _rollout(index)
+            if self._before.get(index) == index.stat().st_mtime_ns:
+                continue
+            try:
+                entries = [json.loads(line) for line in index.read_text(encoding="utf-8").splitlines()]
+            except (OSError, ValueError) as error:  # figures go on
+                if index not in self._unreadable:
+                    logger.warning("wandb shows no media of %s: %s", index.parent.name, error)
+                self._unreadable.add(index)
+                continue
             for kind in dict.fromkeys(entry["kind"] for entry in entries):
                 if rollout_id < self._start or (rollout_id, kind) in self._logged:
                     continue
@@ -79,3 +96,7 @@ class WandbSink:
         if file.suffix == ".png":
             return self._wandb.Image(str(file), caption=caption)
         return self._wandb.Video(str(file), caption=caption, format="mp4")
+
+
+def _rollout(index: Path) -> int:
+    return int(index.parent.name.removeprefix("eval_"))

@@ -168,12 +168,15 @@ class ActorTrainer(Trainer):
         x0 = x0_from_velocity(batch.x_k, velocity, sigma)
         x0_real = torch.stack([scores[i].x0_real for i in batch.ids]).to(x0)
         x0_fake = torch.stack([scores[i].x0_fake for i in batch.ids]).to(x0)
-        losses = []
+        losses, degenerate = [], []
         for index, part in enumerate(self.parts):
             values = part.of(x0), part.of(x0_real), part.of(x0_fake)
-            normalizer = None if of_window is None else of_window[index]
-            losses.append(part.weight * self._part_loss(part, *values, normalizer, batch.stop_steps, metrics))
+            own = None if of_window is None else of_window[index]
+            of_part, normalizer = self._part_loss(part, *values, own, batch.stop_steps, metrics)
+            losses.append(part.weight * of_part)
+            degenerate.append(normalizer < self.normalizer_eps)
         loss = torch.stack(losses).sum(0)
+        metrics.add("dmd2_degenerate_samples", torch.stack(degenerate).any(0))
         self._backward(loss, window)
         drift = mean_abs_difference(x0, batch.x0)
         metrics.add_per_step("dmd_loss", loss, batch.stop_steps)
@@ -190,8 +193,8 @@ class ActorTrainer(Trainer):
         of_window: float | None,
         stop_steps: Tensor,
         metrics: MetricBuffer,
-    ) -> Tensor:
-        """`[batch]`, and the part's figures."""
+    ) -> tuple[Tensor, Tensor]:
+        """Loss and normalizer, each `[batch]`; adds the part's figures."""
         distance = mean_abs_difference(x0, x0_real)
         normalizer = distance if of_window is None else torch.full_like(distance, of_window)
         gradient = dmd_gradient(x0.detach(), x0_real, x0_fake, eps=self.normalizer_eps, normalizer=normalizer)
@@ -203,8 +206,7 @@ class ActorTrainer(Trainer):
             "dmd2_x0_std": x0.detach().flatten(1),
         }.items():
             metrics.add_per_step(part.metric(name), values, stop_steps)
-        metrics.add("dmd2_degenerate_samples", normalizer < self.normalizer_eps)
-        return student_loss(x0, gradient, reduction="sample")
+        return student_loss(x0, gradient, reduction="sample"), normalizer
 
     def _window_normalizers(
         self, batches: Sequence[MicroBatch], scores: Mapping[int, ScoreRow], window: Sequence[int]

@@ -47,6 +47,7 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineWorker:
     made._engine, made._rewards, made._new_rewards = Engine(), Rewards(f"{file}:score"), []
     made._settings = SimpleNamespace(media_directory=tmp_path / "sheets")
     made._media, made._metrics = EvalMedia(KeptMedia(tmp_path / "media", 8.0)), None
+    made._sheets = []
     monkeypatch.setattr(engine_group.ray, "get", lambda parts: parts)
     return made
 
@@ -56,6 +57,28 @@ def requests(*scored: bool, decode: bool = True) -> list[RolloutRequest]:
         RolloutRequest(i, f"p{i}", 50 + i, (1.0, 0.5, 0.0), 1, decode=decode and one, scored=one)
         for i, one in enumerate(scored)
     ]
+
+
+def test_a_contact_sheet_that_cannot_be_written_costs_the_file_alone(worker: EngineWorker, tmp_path: Path) -> None:
+    (tmp_path / "sheets").write_text("a file where the directory should be")
+    _, part = worker.generate([requests(True)], for_eval=True)
+    assert worker.evaluate([part], 10, "raw") == {"reward": RATE}
+    (told,) = worker.finish_media()
+    assert told.startswith("the contact sheet of the raw eval at rollout 10 is missing: ")
+    assert len(read_index(tmp_path / "media" / "eval_000010" / "index.jsonl")) == 1
+
+
+def test_with_a_reward_one_windows_media_are_held_at_a_time(
+    worker: EngineWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    generate = worker._engine.generate
+    monkeypatch.setattr(worker._engine, "generate", lambda requests: asked.append(len(requests)) or generate(requests))
+    worker.generate([requests(True, True), requests(True)])
+    assert asked == [2, 1]
+    worker._rewards = Rewards(None)
+    worker.generate([requests(True, True), requests(True)])
+    assert asked == [2, 1, 3]
 
 
 def test_training_samples_travel_with_their_reward_and_without_media(worker: EngineWorker) -> None:

@@ -33,8 +33,8 @@ def memory() -> MemoryPlan:
 
 
 def good() -> list[NodeFacts]:
-    node = NodeFacts("one (10.0.0.1)", packages(), 65536, 14 * GB, 2000 * GB, 80 * GB, ())
-    return [node, replace(node, name="two (10.0.0.2)", shared_memory=2 * GB)]
+    node = NodeFacts("one (10.0.0.1)", packages(), 65536, 14 * GB, 2000 * GB, 80 * GB, (), (), 10 * GB)
+    return [node, replace(node, name="two (10.0.0.2)", shared_memory=2 * GB, object_store=0)]
 
 
 def test_good_nodes_pass() -> None:
@@ -53,6 +53,12 @@ def test_good_nodes_pass() -> None:
             ["node one", "has torch 2.0, the driver", "(and other ray)"],
         ),
         (0, {"shared_memory": 12 * GB}, ["node one", "/dev/shm has 12 GB free", "need 13 GB", "--shm-size"]),
+        (1, {"missing": ("/models/h3",)}, ["node two", "has no /models/h3", "on every node"]),
+        (
+            0,
+            {"object_store": 9 * GB},
+            ["node one", "object store has 9 GB", "need 10 GB", "--object-store-memory 10000000000"],
+        ),
         (1, {"shared_memory": GB}, ["node two", "/dev/shm has 1 GB free", "need 1.07 GB"]),
         (1, {"device_memory": 44 * GB}, ["--gpu-memory-gb 44", "needs 40 GB", "0.4 GB more than the 39.6 GB"]),
         (1, {"host_memory": 111 * GB}, ["--host-memory-gb 111", "node 0 needs 100 GB"]),
@@ -86,6 +92,8 @@ def test_directories_that_all_nodes_must_see() -> None:
         Path("/d"),
         Path("/c"),
     ]
+    media = ["--eval-prompt-data", "p", "--save-eval-media-dir", "/m"]
+    assert shared_directories(config_of("--run-dir", "/a", *media)) == [Path("/a"), Path("/m")]
 
 
 def test_facts_of_this_machine(tmp_path: Path) -> None:
@@ -120,6 +128,7 @@ def test_every_node_of_the_run_is_asked(tmp_path: Path, monkeypatch: pytest.Monk
         placement.release()
     assert not ray.is_initialized()
     ((facts,),) = asked
-    assert facts.unseen == ()
+    assert (facts.unseen, facts.missing) == ((), ())
+    assert facts.object_store > 10**7
     assert facts.packages == packages()
     assert list((tmp_path / "run").iterdir()) == []

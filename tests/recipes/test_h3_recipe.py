@@ -115,7 +115,7 @@ def test_the_tiny_variant_is_the_same_recipe() -> None:
     sizes = {"diffusion_height", "diffusion_width", "num_rollout", "global_batch_size", "rollout_batch_size"}
     machine = {"device", "actor_num_nodes", "actor_num_gpus_per_node", "num_gpus_per_node", "rollout_num_engines"}
     machine |= {"ray_address", "gpu_memory_gb", "host_memory_gb", "load_ranks_at_once", "start_timeout"}
-    machine |= {"phase_timeout", "sglang_weight_directory", "save_interval", "keep_last"}
+    machine |= {"phase_timeout", "engine_request_timeout", "sglang_weight_directory", "save_interval", "keep_last"}
     different = {
         name
         for name, option in OPTIONS.items()
@@ -131,6 +131,12 @@ def test_the_tiny_variant_is_the_same_recipe() -> None:
 def test_options_of_the_user_win() -> None:
     config = resolved("--lr", "1e-6", "--dmd2-score-sigma-range", "0.02", "0.98", "--rollout-num-engines=4").config
     assert (config.trainer.lr, config.algorithm.dmd2_score_sigma_range, config.num_engines) == (1e-6, (0.02, 0.98), 4)
+    other = resolved(
+        "--no-gradient-checkpointing", "--diffusion-num-frames", "124", "--diffusion-sigmas", "1,0.5"
+    ).config
+    assert not other.model.gradient_checkpointing
+    assert (other.model.diffusion_num_frames, other.model.diffusion_duration) == (124, None)
+    assert other.explicit_sigmas == (1.0, 0.5, 0.0)
 
 
 @pytest.mark.parametrize("more", [["--reference", "fasth3"], ["--fasth3-transformer", "x"], ["--reference", "else"]])

@@ -132,7 +132,7 @@ def test_every_figure_is_there_and_engine_and_trainer_agree(trained: Path) -> No
     assert [row["rollout"] for row in found] == [0, 1, 2]
     for row in found[:2]:
         assert row["rollout/samples"] == 20
-        assert row["actor/x0_mean_abs_diff"] < 0.05  # bf16 on both sides
+        assert row["actor/x0_mean_abs_diff"] < 1e-5  # bf16 on both sides; 0 where it was measured
         assert (row["rollout/forwards_over_plan"], row["critic/forwards_over_plan"]) == (0, 0)
         assert not [key for key in wanted() if key not in row]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -87,8 +88,9 @@ def test_as_many_as_asked_for_once_they_are_written_and_once(run: Run, tmp_path:
 
 
 def test_pictures_are_images(run: Run, tmp_path: Path) -> None:
+    sink = WandbSink("p", "offline", tmp_path, {}, tmp_path / "media", 1)
     write_eval(tmp_path / "media", 0, suffix="png")
-    WandbSink("p", "offline", tmp_path, {}, tmp_path / "media", 1).close()
+    sink.close()
     assert run.logged == [{"rollout": 0, "eval_media/raw": [("image", "0_raw.png", {"caption": "p0"})]}]
 
 
@@ -104,10 +106,33 @@ def test_none_are_logged_when_none_are_asked_for_or_kept(
 
 
 def test_a_continued_run_logs_no_eval_of_before(run: Run, tmp_path: Path) -> None:
+    """Nor what the run that was stopped had made further on: that is logged when it is made again."""
     for rollout_id in (0, 5, 10):
         write_eval(tmp_path / "media", rollout_id)
-    WandbSink("p", "offline", tmp_path, {}, tmp_path / "media", 1, start=5).close()
-    assert [rollout for rollout, _, _ in media_of(run)] == [5, 10]
+    sink = WandbSink("p", "offline", tmp_path, {}, tmp_path / "media", 1, start=5)
+    sink.metrics(5, {"a": 1.0})
+    assert media_of(run) == []
+    os.utime(tmp_path / "media" / "eval_000010" / "index.jsonl", ns=(1, 1))  # written anew
+    write_eval(tmp_path / "media", 15)
+    sink.close()
+    assert [rollout for rollout, _, _ in media_of(run)] == [10, 15]
+
+
+def test_an_index_that_cannot_be_read_costs_its_media_alone(
+    run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sink = WandbSink("p", "offline", tmp_path, {}, tmp_path / "media", 1)
+    for rollout_id in (0, 5):
+        write_eval(tmp_path / "media", rollout_id)
+    (tmp_path / "media" / "eval_000000" / "index.jsonl").write_text("{")
+    for rollout_id in range(2):
+        sink.metrics(rollout_id, {"a": 1.0})
+    sink.close()
+    assert [rollout for rollout, _, _ in media_of(run)] == [5]
+    assert run.finished == 1
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 1
+    assert "wandb shows no media of eval_000000" in told[0]
 
 
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

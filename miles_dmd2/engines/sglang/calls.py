@@ -14,7 +14,7 @@ from torch import Tensor
 from miles_dmd2.engines.base import EngineError, check_probe
 from miles_dmd2.engines.sglang.http import FailedError, RefusedError, ServerError, Transport
 from miles_dmd2.engines.sglang.pool import PROBE_TOLERANCE, Link, SGLangSettings
-from miles_dmd2.engines.sglang.weights import MODULE, Push, bodies, check_checksum, check_report
+from miles_dmd2.engines.sglang.weights import MODULE, Push, bodies, check_checksum, check_parameters, check_report
 from miles_dmd2.engines.sglang.wire import (
     Ask,
     Capabilities,
@@ -134,8 +134,8 @@ class Calls:
         if plugin:
             if verify:
                 check_report(push, await self._json(link, "GET", "/miles_dmd2/weights"))
-            if verify and push.predicted is not None and push.predicted[1] == link.capabilities.parameters:
-                # An engine that is split over devices counts, and hashes, its first part only.
+            if verify and push.predicted is not None:
+                check_parameters(push.predicted[1], link.capabilities.parameters)
                 answer = await self._json(link, "POST", "/get_weights_checksum", {"module_names": [MODULE]})
                 check_checksum(push, answer)
             check_probe(push.update, await self._probe(link, push), self._tolerance)

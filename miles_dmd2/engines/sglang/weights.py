@@ -126,6 +126,15 @@ def check_checksum(push: Push, answer: Mapping[str, object]) -> None:
         )
 
 
+def check_parameters(predicted: int, counted: int | None) -> None:
+    """EngineError: the engine has another number of values than the trainer, so its checksum cannot be compared."""
+    if counted != predicted:
+        raise EngineError(
+            f"the engine's transformer has {counted} values, the checkpoint's {predicted}: it is another one, or split "
+            "over devices, where SGLang's checksum is of one part; start the server on one device"
+        )
+
+
 class WeightStore:
     """Directories of weights that servers read, one per update, in one directory that nobody else writes to.
 
