@@ -1,0 +1,104 @@
+"""The pictures of an exported student, by plain diffusers, beside those of the local engine."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from miles_dmd2.engines.local import LocalEngine
+from miles_dmd2.media.gallery import contact_sheet, shown_frames
+from miles_dmd2.media.pixels import eight_bit
+from miles_dmd2.models.base import ModelAdapter
+from miles_dmd2.models.export import STUDENT_FILE
+from miles_dmd2.models.loading import quiet
+from miles_dmd2.types import RolloutRequest, WeightVersion
+
+NOT_OF_THE_CALL = ("shift", "sigmas", "sample_type")
+
+
+def compare(
+    adapter: ModelAdapter,
+    weights: Mapping[str, Tensor],
+    exported: Path,
+    requests: Sequence[RolloutRequest],
+    device: str,
+    sheet: Path,
+) -> float:
+    """The largest difference of a pixel in [0, 1] between the pictures that the engine makes of these weights on the
+    run's own pipeline, and those that diffusers makes of what was exported. Writes both to `sheet`, the engine's above.
+    """
+    ours = engine_pictures(adapter, weights, requests, device)
+    theirs = plain_pictures(exported, requests, device)
+    frames = [shown_frames(eight_bit(picture)) for picture in (*ours, *theirs)]
+    Image.fromarray(contact_sheet(frames, columns=len(ours))).save(sheet)
+    differences = [(a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True)]
+    return math.nan if any(map(math.isnan, differences)) else max(differences)
+
+
+def engine_pictures(
+    adapter: ModelAdapter, weights: Mapping[str, Tensor], requests: Sequence[RolloutRequest], device: str
+) -> list[Tensor]:
+    """fp32 in [0, 1] `[frames, height, width, 3]` each, one at a time."""
+    engine = LocalEngine(adapter, device, batch_size=1, checkpoint_version=WeightVersion(0), weights=weights)
+    try:
+        return [sample.media for sample in engine.generate(requests) if sample.media is not None]
+    finally:
+        engine.close()
+
+
+def plain_pictures(exported: Path, requests: Sequence[RolloutRequest], device: str) -> list[Tensor]:
+    """As above, by the pipeline's own class, called with what student.json says."""
+    import diffusers
+
+    notes: dict[str, Any] = json.loads((exported / STUDENT_FILE).read_text())
+    name = json.loads((exported / "model_index.json").read_text())["_class_name"]
+    with quiet():
+        pipeline: Any = getattr(diffusers, name).from_pretrained(
+            exported, dtype=torch.float32, use_safetensors=True, local_files_only=True
+        )
+    pipeline.to(device)
+    pipeline.set_progress_bar_config(disable=True)
+    _start_at(pipeline, notes["sigmas"][0])
+    call = {key: value for key, value in notes.items() if key not in NOT_OF_THE_CALL}
+    if notes["shift"] is None:
+        call |= _own_grid(pipeline, notes["sigmas"][:-1])
+    hop = pipeline.scheduler.step
+    pictures = []
+    for request in requests:
+        generator = torch.Generator().manual_seed(request.seed)
+        pipeline.scheduler.step = partial(hop, generator=generator)  # SDE's noise; ODE draws none
+        shown = pipeline(prompt=request.prompt, generator=generator, output_type="pt", return_dict=False, **call)[0]
+        planes = shown[0].float().cpu()  # [3, height, width], of a clip [frames, 3, height, width]
+        pictures.append((planes if planes.ndim == 4 else planes.unsqueeze(0)).movedim(1, -1))
+    return pictures
+
+
+def _own_grid(pipeline: Any, sigmas: list[float]) -> dict[str, Any]:
+    """What the call takes beside the rest for a grid of its own; else the scheduler gets it, as docs/export.md says."""
+    if "sigmas" in inspect.signature(pipeline.__call__).parameters:
+        return {"sigmas": sigmas}
+    set_timesteps = pipeline.scheduler.set_timesteps
+    pipeline.scheduler.set_timesteps = lambda _, device: set_timesteps(sigmas=sigmas, device=device)
+    return {}
+
+
+def _start_at(pipeline: Any, sigma: float) -> None:
+    """Noise scaled by the grid's first sigma, as rollouts start."""
+    if sigma == 1:
+        return
+    prepare = pipeline.prepare_latents
+
+    def prepared(*args: Any, **options: Any) -> Any:
+        made = prepare(*args, **options)
+        return (made[0] * sigma, *made[1:]) if isinstance(made, tuple) else made * sigma
+
+    pipeline.prepare_latents = prepared
