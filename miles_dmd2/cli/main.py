@@ -66,23 +66,24 @@ def _parser() -> _Parser:
     ex.add_argument(
         "--check-tolerance",
         type=float,
-        default=TOLERANCE,
         metavar="X",
-        help=f"greatest difference of a pixel in [0, 1] (default: {TOLERANCE}, one level of 256)",
+        help=f"greatest difference, in units of the largest latent and of a pixel (default: {TOLERANCE})",
     )
-    ex.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="for the check (default: cpu)")
+    ex.add_argument("--device", choices=("cpu", "cuda"), help="for the check (default: cpu)")
     return parser
 
 
 def _check(given: argparse.Namespace) -> Check | None:
     if not given.check:
-        if given.check_prompts:
-            raise ConfigError(f"--check-prompts {given.check_prompts[0]}: is not used with --no-check; leave one out")
+        for name in ("check_prompts", "check_tolerance", "device"):
+            if getattr(given, name) is not None:
+                raise ConfigError(f"--{name.replace('_', '-')}: is for the check; leave it out, or --no-check")
         return None
-    if not 0 <= given.check_tolerance < 1:
-        raise ConfigError(f"--check-tolerance {given.check_tolerance:g}: must be >= 0 and < 1; pixels are in [0, 1]")
-    device = cast('Literal["cpu", "cuda"]', given.device)
-    return Check(tuple(given.check_prompts or ()), given.check_tolerance, device)
+    tolerance = TOLERANCE if given.check_tolerance is None else given.check_tolerance
+    if not 0 <= tolerance < 1:
+        raise ConfigError(f"--check-tolerance {tolerance:g}: must be >= 0 and < 1, where all pictures pass")
+    device = cast('Literal["cpu", "cuda"]', given.device or "cpu")
+    return Check(tuple(given.check_prompts or ()), tolerance, device)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
-import math
 from collections.abc import Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,26 @@ from miles_dmd2.types import RolloutRequest, WeightVersion
 NOT_OF_THE_CALL = ("shift", "sigmas", "sample_type")
 
 
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A final latent fp32 `[*latent]`, and its picture in [0, 1], fp32 `[frames, height, width, 3]`."""
+
+    latent: Tensor
+    picture: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The largest of a value: of the latents in units of their largest value, and of the pixels in [0, 1]."""
+
+    latents: float
+    pixels: float
+
+    def within(self, tolerance: float) -> bool:
+        """False also where one of them is not a number."""
+        return self.latents <= tolerance and self.pixels <= tolerance
+
+
 def compare(
     adapter: ModelAdapter,
     weights: Mapping[str, Tensor],
@@ -32,30 +51,34 @@ def compare(
     requests: Sequence[RolloutRequest],
     device: str,
     sheet: Path,
-) -> float:
-    """The largest difference of a pixel in [0, 1] between the pictures that the engine makes of these weights on the
-    run's own pipeline, and those that diffusers makes of what was exported. Writes both to `sheet`, the engine's above.
+) -> Difference:
+    """What the engine makes of these weights on the run's own pipeline, against what diffusers makes of what was
+    exported. Writes the pictures of both to `sheet`, the engine's above.
     """
-    ours = engine_pictures(adapter, weights, requests, device)
-    theirs = plain_pictures(exported, requests, device)
-    frames = [shown_frames(eight_bit(picture)) for picture in (*ours, *theirs)]
+    ours = by_engine(adapter, weights, requests, device)
+    theirs = by_diffusers(exported, requests, device)
+    frames = [shown_frames(eight_bit(made.picture.nan_to_num())) for made in (*ours, *theirs)]
     Image.fromarray(contact_sheet(frames, columns=len(ours))).save(sheet)
-    differences = [(a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True)]
-    return math.nan if any(map(math.isnan, differences)) else max(differences)
+    latents, pixels = (
+        [torch.stack([getattr(made, name) for made in side]) for side in (ours, theirs)]
+        for name in ("latent", "picture")
+    )
+    scale = latents[0].abs().max()
+    return Difference(*(float((a - b).abs().max() / of) for (a, b), of in ((latents, scale), (pixels, 1.0))))
 
 
-def engine_pictures(
+def by_engine(
     adapter: ModelAdapter, weights: Mapping[str, Tensor], requests: Sequence[RolloutRequest], device: str
-) -> list[Tensor]:
-    """fp32 in [0, 1] `[frames, height, width, 3]` each, one at a time."""
+) -> list[Made]:
+    """One at a time."""
     engine = LocalEngine(adapter, device, batch_size=1, checkpoint_version=WeightVersion(0), weights=weights)
     try:
-        return [sample.media for sample in engine.generate(requests) if sample.media is not None]
+        return [Made(sample.x0, sample.media) for sample in engine.generate(requests) if sample.media is not None]
     finally:
         engine.close()
 
 
-def plain_pictures(exported: Path, requests: Sequence[RolloutRequest], device: str) -> list[Tensor]:
+def by_diffusers(exported: Path, requests: Sequence[RolloutRequest], device: str) -> list[Made]:
     """As above, by the pipeline's own class, called with what student.json says."""
     import diffusers
 
@@ -71,15 +94,24 @@ def plain_pictures(exported: Path, requests: Sequence[RolloutRequest], device: s
     call = {key: value for key, value in notes.items() if key not in NOT_OF_THE_CALL}
     if notes["shift"] is None:
         call |= _own_grid(pipeline, notes["sigmas"][:-1])
-    hop = pipeline.scheduler.step
-    pictures = []
-    for request in requests:
-        generator = torch.Generator().manual_seed(request.seed)
-        pipeline.scheduler.step = partial(hop, generator=generator)  # SDE's noise; ODE draws none
-        shown = pipeline(prompt=request.prompt, generator=generator, output_type="pt", return_dict=False, **call)[0]
-        planes = shown[0].float().cpu()  # [3, height, width], of a clip [frames, 3, height, width]
-        pictures.append((planes if planes.ndim == 4 else planes.unsqueeze(0)).movedim(1, -1))
-    return pictures
+    return [_one(pipeline, request, call) for request in requests]
+
+
+def _one(pipeline: Any, request: RolloutRequest, call: Mapping[str, Any]) -> Made:
+    """The sample's generator draws its first noise and, for SDE, that of the hops, as in rollouts."""
+    generator = torch.Generator().manual_seed(request.seed)
+    hop = type(pipeline.scheduler).step
+    latents: list[Tensor] = []
+
+    def step(*args: Any, **options: Any) -> Any:
+        made = hop(pipeline.scheduler, *args, **options, generator=generator)
+        latents.append(made[0])
+        return made
+
+    pipeline.scheduler.step = step
+    shown = pipeline(prompt=request.prompt, generator=generator, output_type="pt", return_dict=False, **call)[0]
+    planes = shown[0].float().cpu()  # [3, height, width], of a clip [frames, 3, height, width]
+    return Made(latents[-1][0].float().cpu(), (planes if planes.ndim == 4 else planes.unsqueeze(0)).movedim(1, -1))
 
 
 def _own_grid(pipeline: Any, sigmas: list[float]) -> dict[str, Any]:

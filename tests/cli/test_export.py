@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from miles_dmd2.algo import eval_seed
-from miles_dmd2.checkpointing import config_hash
 from miles_dmd2.cli.main import main
 from miles_dmd2.training import Ranks
 from tests import tiny_sd3, tiny_wan
@@ -108,10 +106,10 @@ def checked(run_dir: Path, output: Path, *more: str) -> int:
     return main(["export", str(run_dir), "--output", str(output), *more])
 
 
-def difference(out: str) -> float:
-    match = re.search(r"differ by at most (\S+) \(tolerance 0\.004\)", out)
+def differences(out: str) -> tuple[float, float]:
+    match = re.search(r"differ by at most (\S+) in latents and (\S+) in pixels \(tolerance 0\.001\)", out)
     assert match, out
-    return float(match[1])
+    return float(match[1]), float(match[2])
 
 
 def test_plain_diffusers_makes_the_pictures_of_the_sheet(
@@ -121,7 +119,7 @@ def test_plain_diffusers_makes_the_pictures_of_the_sheet(
     assert checked(directory / "run", tmp_path / "student") == 0
     out = capsys.readouterr().out
     assert out.startswith("checked: 3 pictures")
-    assert difference(out) < 1e-4
+    assert max(differences(out)) < 2e-5
     sheet = np.asarray(Image.open(tmp_path / "student.png")).astype(int)
     assert sheet.shape == (2 * 48 + 2, 3 * 32 + 2 * 2, 3)
     pipeline = QwenImagePipeline.from_pretrained(tmp_path / "student")
@@ -165,19 +163,19 @@ def test_other_ways_to_sample(
     assert checked(tmp_path / "run", tmp_path / "student", "--check-prompts", "one two", "three") == 0
     out = capsys.readouterr().out
     assert "checked: 2 pictures" in out
-    assert difference(out) < 1e-4
+    assert max(differences(out)) < 2e-5
     assert ("the grid starts at 0.9" in out) == ("diffusion_sigmas" in changes)
     assert same_weights(tmp_path / "student", of_kind(outcome, "ema"))
 
 
 def other_weights(exported: Path) -> None:
     weights = load_file(exported / WEIGHTS)
-    save_file({name: value * 1.02 for name, value in weights.items()}, exported / WEIGHTS)
+    save_file({name: value * 1.01 for name, value in weights.items()}, exported / WEIGHTS)
 
 
 def other_grid(exported: Path) -> None:
     file = exported / "scheduler" / "scheduler_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "shift": 3.3}))
+    file.write_text(json.dumps({**json.loads(file.read_text()), "shift": 3.1}))
 
 
 def not_finite(exported: Path) -> None:
@@ -205,6 +203,6 @@ def test_other_pictures_are_no_export(
     monkeypatch.setattr(QwenImageAdapter, "export_pipeline", wrong)
     assert checked(directory / "run", tmp_path / "student") == 1
     err = capsys.readouterr().err
-    assert err.startswith("error: --check: plain diffusers makes other pictures than the local engine")
+    assert err.startswith("error: --check: plain diffusers does not make the pictures of the local engine")
     assert err.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["student.png"]
