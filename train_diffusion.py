@@ -29,6 +29,7 @@ from miles_dmd2.checkpointing import (
 from miles_dmd2.checkpointing.manifest import schedule_facts
 from miles_dmd2.cli.checks import check_canvas, check_family, check_reward_and_reference, check_sglang
 from miles_dmd2.cli.rollout_only import rollout_only
+from miles_dmd2.cli.student import check_student, student_grid, student_sampling
 from miles_dmd2.config import (
     Config,
     ConfigError,
@@ -47,7 +48,7 @@ from miles_dmd2.config.memory import GB, Limits, MemoryPlan, check_memory, rende
 from miles_dmd2.data.latents import read_latents
 from miles_dmd2.data.metadata import unscored_prompts
 from miles_dmd2.data.prompts import load_prompts
-from miles_dmd2.data.requests import TrainingRequests, eval_requests, explicit_grid, grid
+from miles_dmd2.data.requests import TrainingRequests, eval_requests
 from miles_dmd2.evaluation import FixedEvaluation, NoEvaluation
 from miles_dmd2.models.registry import known_pipelines
 from miles_dmd2.observability import RunError, SinkGroup, logger
@@ -60,7 +61,7 @@ from miles_dmd2.sinks.wandb import WandbSink
 from miles_dmd2.stopping import StopRequest
 
 if TYPE_CHECKING:
-    from miles_dmd2.models.export import StudentSampling
+    pass
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
@@ -117,6 +118,8 @@ def check(config: Config, trainers: Sequence[TrainerSpec]) -> tuple[Continued | 
         checks.check_devices(config, len(os.sched_getaffinity(0)), _cuda_devices(config))
     adapter = check_canvas(config, prompts)
     check_family(config, trainers, adapter)
+    if config.rollout.debug_rollout_only is None:
+        check_student(config, adapter)
     if config.rollout.rollout_engine == "sglang":
         check_sglang(config, adapter)
     check_environment(config, checks.parameter_count(config.model.hf_checkpoint / "transformer"))
@@ -251,19 +254,6 @@ def training_requests(config: Config, trainers: Sequence[TrainerSpec], plan: Pla
         unscored=unscored_prompts(config.rollout.prompt_data),
         video_dtype=config.rollout.rollout_video_dtype,
     )
-
-
-def student_grid(config: Config) -> tuple[float, ...]:
-    """The student's sigmas `[N+1]`, exact in fp32: the same for rollouts, evals and export."""
-    own = config.explicit_sigmas
-    return explicit_grid(own) if own else grid(config.num_steps, config.rollout.diffusion_flow_shift)
-
-
-def student_sampling(config: Config) -> StudentSampling:
-    from miles_dmd2.models.export import StudentSampling
-
-    shift = None if config.explicit_sigmas else config.rollout.diffusion_flow_shift
-    return StudentSampling(student_grid(config), shift, config.algorithm.dmd2_student_sample_type)
 
 
 def evaluation(config: Config, retention: Retention | None) -> FixedEvaluation | NoEvaluation:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import train_diffusion
+from miles_dmd2.checkpointing import IntervalCheckpoints
 from miles_dmd2.cluster.launch import trainer_job, worker_settings
 from miles_dmd2.cluster.trainer_group import build_trainer
 from miles_dmd2.config import build_plan, parse, student_clock
@@ -19,6 +20,7 @@ from miles_dmd2.driver import train
 from miles_dmd2.engines.local import LocalEngine
 from miles_dmd2.evaluation import NoEvaluation
 from miles_dmd2.models.base import Components
+from miles_dmd2.models.registry import build_adapter
 from miles_dmd2.observability.declared import without_machine
 from miles_dmd2.stopping import StopRequest
 from miles_dmd2.training import ActorTrainer, CriticTrainer, Ranks
@@ -193,13 +195,16 @@ def run(
     start: int = 0,
     save_at: int | None = None,
     counters: Mapping[str, Mapping[str, int]] | None = None,
+    pipeline: Path | None = None,
 ) -> Outcome:
-    """`directory` holds prompts.txt and, for a continued run, what `save_at` wrote there."""
+    """`directory` holds prompts.txt and, for a continued run, what `save_at` wrote there. `pipeline`: train this one
+    instead of the toy, and write sealed checkpoints at each --save-interval, as a run does.
+    """
     (directory / "prompts.txt").write_text("\n".join(PROMPTS))
-    required = ["--hf-checkpoint", str(directory), "--prompt-data", str(directory / "prompts.txt")]
+    required = ["--hf-checkpoint", str(pipeline or directory), "--prompt-data", str(directory / "prompts.txt")]
     parsed = parse([*required, *flags])
     config, trainers = parsed.config, parsed.trainers
-    adapter = PlainAdapter(directory.resolve())
+    adapter = PlainAdapter(directory.resolve()) if pipeline is None else build_adapter(pipeline, *config.canvas)
     latents = config.algorithm.dmd2_latents
     engine = LocalEngine(adapter, real_latents=None if latents is None else read_latents(latents).latents)
     engines = Engines(engine)
@@ -218,7 +223,15 @@ def run(
     sink, checkpoints = Rows(), Checkpoints(directory, save_at)
     rollouts = range(start, config.rollout.num_rollout)
     clock = student_clock(config, trainers)
-    exported = train(rollouts, source, engines, groups, NoEvaluation(), checkpoints, sink, StopRequest(), clock)
+    sealed = IntervalCheckpoints(
+        config.save_dir,
+        config.run.save_interval,
+        config.rollout.num_rollout,
+        train_diffusion.options(config),
+        train_diffusion.run_facts(config, trainers),
+    )
+    writer = checkpoints if pipeline is None else sealed
+    exported = train(rollouts, source, engines, groups, NoEvaluation(), writer, sink, StopRequest(), clock)
     weights = {f"{kind}/{name}": value for kind, update in exported.items() for name, value in update.payload.items()}
     critic = groups[0].trainer
     critic.wake()

@@ -15,7 +15,7 @@ from miles_dmd2.checkpointing.manifest import (
     prompts_hash,
     read_manifest,
 )
-from miles_dmd2.checkpointing.resuming import Continued, continue_from
+from miles_dmd2.checkpointing.resuming import Continued, continue_from, sound_beside
 from miles_dmd2.checkpointing.retention import Retention
 from miles_dmd2.checkpointing.saving import IntervalCheckpoints, merge_states, sweep
 
@@ -33,5 +33,6 @@ __all__ = [
     "package_versions",
     "prompts_hash",
     "read_manifest",
+    "sound_beside",
     "sweep",
 ]

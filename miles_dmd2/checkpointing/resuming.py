@@ -45,8 +45,8 @@ def continue_from(path: Path, config: Config, roles: Mapping[str, Role], facts: 
     return Continued(manifest, tuple(notes))
 
 
-def _instead(damaged: Path) -> str:
-    """What to do about a damaged checkpoint: the newest complete one beside it."""
+def sound_beside(damaged: Path) -> Path | None:
+    """The newest complete checkpoint beside a damaged one."""
     for other in reversed(complete_steps(damaged.parent)):
         if other.resolve() == damaged.resolve():
             continue
@@ -54,6 +54,14 @@ def _instead(damaged: Path) -> str:
             read_manifest(other)
         except CheckpointError:
             continue
+        return other
+    return None
+
+
+def _instead(damaged: Path) -> str:
+    """What to do about a damaged checkpoint."""
+    other = sound_beside(damaged)
+    if other is not None:
         return f"move {damaged.name} away and give --load {show(other)}, the newest complete one"
     return "no other complete one is there; give another --load, or leave it out and start anew in a new --run-dir"
 

@@ -65,7 +65,7 @@ def find_checkpoint(path: Path, flag: str = "--load") -> Path:
         )
         raise ConfigError(
             f"{flag} {show(path)}: holds no complete checkpoint step_*/{MANIFEST}{partial}; "
-            "give another directory, or leave it out to start anew"
+            f"give another directory{', or leave it out to start anew' if flag == '--load' else ''}"
         )
     return max(complete)[1]
 

@@ -44,12 +44,14 @@ class LocalEngine(RolloutEngine):
         probe_tolerance: float | None = None,
         prompt_cache_size: int = 512,
         checkpoint_version: WeightVersion | None = None,
+        weights: Mapping[str, Tensor] | None = None,
         real_latents: Tensor | None = None,
     ) -> None:
         """Loads the checkpoint's components and transformer onto `device`; awake.
 
         probe_tolerance: see PROBE_TOLERANCE, the default by dtype. checkpoint_version: serve the checkpoint's own
         weights under this version before any push (for sampling a teacher); without it `generate` needs a push first.
+        weights: of the transformer, instead of the checkpoint's own.
         real_latents: `[n, *latent]` that requests name by row; they stay in host memory.
         ValueError: batch or cache size < 1, or what the adapter says about the checkpoint.
         """
@@ -64,6 +66,8 @@ class LocalEngine(RolloutEngine):
         components_dtype = torch.float32 if dtype == torch.float64 else dtype
         self._components: Components = adapter.load_components(components_dtype)
         self._transformer: nn.Module = adapter.load_transformer(dtype).requires_grad_(False)
+        if weights is not None:
+            self._transformer.load_state_dict(weights)
         for module in self._modules():
             module.to(self._device)
         self._residence = Residence(self._entries())

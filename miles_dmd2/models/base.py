@@ -199,6 +199,10 @@ class ModelAdapter(ABC):
         """Parameters that only this part's velocity depends on: their gradient is 0 without a loss on it."""
         return ()
 
+    def check_sampling(self, sampling: StudentSampling) -> None:
+        """ValueError: `export_pipeline` could not write a student with this grid. Most families take any."""
+        return
+
     @abstractmethod
     def export_pipeline(self, weights: Mapping[str, Tensor], sampling: StudentSampling, directory: Path) -> None:
         """Write a diffusers pipeline: this checkpoint with these transformer weights and the student's sampling.

@@ -60,21 +60,28 @@ def flow_match_scheduler(sampling: StudentSampling) -> dict[str, Any]:
 
 def plain_call_scheduler(sampling: StudentSampling) -> dict[str, Any]:
     """As above, for pipelines that name the number of steps and no sigmas (SD3, Wan): N steps, and only N, give the
-    values of `sigma_grid(N, shift)` to one fp32 rounding. Without a shift it is the same config as above.
+    values of `sigma_grid(N, shift)` to one fp32 rounding. Without a shift it is the same config as above. ValueError:
+    see `plain_call_shift`.
+    """
+    return _flow_match(*plain_call_shift(sampling), sampling)
 
-    FlowMatchEuler then shifts linspace(1, m, N), where m is its own shifted 1/1000, and stretches the result so that it
+
+def plain_call_shift(sampling: StudentSampling) -> tuple[float, float | None]:
+    """(shift, terminal sigma) of the config that `plain_call_scheduler` makes.
+
+    FlowMatchEuler shifts linspace(1, m, N), where m is its own shifted 1/1000, and stretches the result so that it
     ends at `shift_terminal`. In the step i that is 1 - i / (a + b i), and so is the grid: a shift s' and the last sigma
     of the grid as the terminal make them the same. With c = (1 - 1/s)(N - 1)/N / 0.999, s' is the smaller root of
     0.001 c s'^2 - (1 - 0.999 c) s' + 1 = 0. ValueError: there is none, for long grids with a large shift.
     """
     num_steps, shift = sampling.num_steps, sampling.shift
     if shift is None or num_steps == 1:
-        return flow_match_scheduler(sampling)
+        return (1.0 if shift is None else shift), None
     c = (1 - 1 / shift) * (num_steps - 1) / num_steps / 0.999
     middle = 1 - 0.999 * c
     if middle <= 0 or middle**2 < 0.004 * c:
         raise ValueError(f"no scheduler config gives {num_steps} steps with shift {shift:g}: lower one of them")
-    return _flow_match(2 / (middle + math.sqrt(middle**2 - 0.004 * c)), sampling.sigmas[-2], sampling)
+    return 2 / (middle + math.sqrt(middle**2 - 0.004 * c)), sampling.sigmas[-2]
 
 
 def _flow_match(shift: float, terminal: float | None, sampling: StudentSampling) -> dict[str, Any]:

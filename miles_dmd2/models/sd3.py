@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from miles_dmd2.algo import initial_noise, key_seed, normal
 from miles_dmd2.models.base import Components, ModelAdapter, one_record_each, stack_rows
 from miles_dmd2.models.checkpoint import FLAG, positive_int, read_config
-from miles_dmd2.models.export import StudentSampling, plain_call_scheduler, write_student
+from miles_dmd2.models.export import StudentSampling, plain_call_scheduler, plain_call_shift, write_student
 from miles_dmd2.models.loading import (
     check_pipeline_class,
     check_size,
@@ -187,6 +187,9 @@ class SD3Adapter(ModelAdapter):
         last = f"transformer_blocks.{len(self.shard_units(transformer)) - 1}."
         prefixes = tuple(last + part for part in IDLE_IN_LAST_BLOCK)
         return {name: "zero" for name, _ in transformer.named_parameters() if name.startswith(prefixes)}
+
+    def check_sampling(self, sampling: StudentSampling) -> None:
+        plain_call_shift(sampling)
 
     def export_pipeline(self, weights: Mapping[str, Tensor], sampling: StudentSampling, directory: Path) -> None:
         call = {"guidance_scale": 1.0, "height": self.height, "width": self.width}

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from miles_dmd2.algo import initial_noise, key_seed, normal
 from miles_dmd2.models.base import Components, ModelAdapter, one_record_each, stack_rows
 from miles_dmd2.models.checkpoint import FLAG, positive_int, read_config
-from miles_dmd2.models.export import StudentSampling, plain_call_scheduler, write_student
+from miles_dmd2.models.export import StudentSampling, plain_call_scheduler, plain_call_shift, write_student
 from miles_dmd2.models.loading import (
     check_pipeline_class,
     check_size,
@@ -170,6 +170,9 @@ class WanAdapter(ModelAdapter):
 
     def idle_parameters(self, transformer: nn.Module) -> dict[str, str]:
         return {}
+
+    def check_sampling(self, sampling: StudentSampling) -> None:
+        plain_call_shift(sampling)
 
     def export_pipeline(self, weights: Mapping[str, Tensor], sampling: StudentSampling, directory: Path) -> None:
         """As said in the base class, but the pipeline's call takes no sigmas: a grid of its own has to be given to the

@@ -81,6 +81,26 @@ def read_tensors(files: Sequence[Path], into: Mapping[str, Tensor], rows: Mappin
         tensor.copy_(values[name])
 
 
+def read_whole(files: Sequence[Path], prefix: str) -> dict[str, Tensor]:
+    """Full tensors on the CPU from what the ranks wrote to `files` (in rank order): of names that begin with `prefix`,
+    without it. ValueError: a file that is no safetensors, or of other names than the first.
+    """
+    with ExitStack() as stack:
+        try:
+            opened = [stack.enter_context(safe_open(path, framework="pt")) for path in files]
+        except SafetensorError as error:
+            raise ValueError(f"{files[0].parent}: {error}") from error
+        names = [name for name in opened[0].keys() if name.startswith(prefix)]  # noqa: SIM118
+        for path, file in zip(files, opened, strict=True):
+            if lacking := sorted(set(names) - set(file.keys())):
+                raise ValueError(f"{path}: has no {lacking[0]}")
+        return {name.removeprefix(prefix): _joined([file.get_slice(name) for file in opened]) for name in names}
+
+
+def _joined(parts: Sequence[Any]) -> Tensor:
+    return parts[0][...] if len(parts) == 1 else torch.cat([part[...] for part in parts])
+
+
 def _own_rows(parts: Sequence[Any], rows: tuple[int, int] | None, wanted: Tensor) -> Tensor:
     """Of a tensor in `parts` (slices of open files) the rows of this rank, or as it is where that cannot be cut."""
     if len(parts) == 1 and rows is None:

@@ -5,7 +5,9 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.bad_input.bench import Case, Table, edit_json
+from miles_dmd2.models.loading import quiet
+from tests.bad_input.bench import Bench, Case, Table, edit_json
+from tests.tiny_sd3 import build as build_sd3
 
 FLAG = "--hf-checkpoint"
 
@@ -38,6 +40,13 @@ def index(root: Path, shards: object) -> None:
 
 def pickled(root: Path) -> None:
     weights(root).rename(root / "transformer" / "diffusion_pytorch_model.bin")
+
+
+def long_grid(bench: Bench) -> list[str]:
+    """Of a family whose pipeline takes no sigmas; the others take any."""
+    grid = ["--diffusion-num-steps", "1000", "--diffusion-flow-shift", "100"]
+    with quiet():
+        return [FLAG, str(build_sd3(bench.path / "sd3")), *grid]
 
 
 MODELS: Table = {
@@ -93,4 +102,5 @@ MODELS: Table = {
     "channels differ": damaged(
         lambda p: edit_json(p / "transformer" / "config.json", in_channels=60), FLAG, "in_channels 60", "must be 4 x"
     ),
+    "grid that no scheduler has": Case(long_grid, "--diffusion-num-steps 1000", "shift 100", "lower one of them"),
 }

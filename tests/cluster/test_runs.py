@@ -59,6 +59,17 @@ def test_forwards_counted_by_the_engine_are_those_of_the_stop_steps(base: Finish
     assert [row["rollout/forwards"] for row in base.rows()] == expected
 
 
+def test_an_export_from_the_checkpoint_is_the_runs_own(base: Finished, tmp_path: Path) -> None:
+    from miles_dmd2.cli.main import main
+
+    for kind in ("raw", "ema"):
+        output, own = tmp_path / kind, base.directory / f"student_{kind}"
+        assert main(["export", str(base.directory), "--output", str(output), "--weights", kind]) == 0
+        names = sorted(path.relative_to(own) for path in own.rglob("*") if path.is_file())
+        assert names == sorted(path.relative_to(output) for path in output.rglob("*") if path.is_file())
+        assert all((own / name).read_bytes() == (output / name).read_bytes() for name in names)
+
+
 def test_the_same_command_twice_gives_the_same_bits(run: Run, base: Finished) -> None:
     again = run("again", save_interval=2)
     assert again.code == 0, again.err

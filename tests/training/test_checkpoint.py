@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from miles_dmd2.training import Ranks
 from miles_dmd2.training.checkpoint import rank_file, read_tensors, write_tensors
+from miles_dmd2.training.saved_student import saved_student
 from miles_dmd2.types import GroupState
 from tests.training.pool import RankPool
 from tests.training.runs import OPTIONS, Run, Setup, make_actor, make_critic, one_rollout, same_bits, weights
@@ -242,3 +244,49 @@ def test_what_reads_back_differently_is_an_error(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("miles_dmd2.training.checkpoint.save_file", damage)
     with pytest.raises(OSError, match="a reads back differently"):
         write_tensors(tmp_path / "file", {"a": torch.zeros(2)})
+
+
+# -- the student without its ranks --------------------------------------------------------------------------------
+
+
+def saved_and_exported(ranks: Ranks, setup: Setup, directory: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """Saved after two rollouts; what the student exported at that moment, by kind."""
+    critic, actor = make_critic(ranks, setup), make_actor(ranks, setup)
+    for rollout_id in range(2):
+        one_rollout(critic, actor, setup, rollout_id)
+    actor.save(directory)
+    return {kind: update.payload for kind, update in actor.export_weights().items()}
+
+
+@pytest.mark.parametrize("setup", [SETUP, replace(SETUP, forward_dtype=torch.bfloat16), replace(SETUP, decay=0.0)])
+def test_the_saved_student_is_the_exported_one(ranks: Ranks, tmp_path: Path, setup: Setup) -> None:
+    exported = saved_and_exported(ranks, setup, tmp_path)
+    files = [tmp_path / rank_file("actor", 0, 1)]
+    for kind, wanted in exported.items():
+        assert same_bits(saved_student(files, kind), wanted)
+    if setup.decay:
+        assert not same_bits(exported["raw"], exported["ema"])
+    else:
+        with pytest.raises(ValueError, match="holds no average"):
+            saved_student(files, "ema")
+
+
+def test_the_saved_student_of_two_ranks_is_the_exported_one(two_ranks: RankPool, tmp_path: Path) -> None:
+    exported, _ = two_ranks.run(saved_and_exported, SETUP, tmp_path)
+    files = [tmp_path / rank_file("actor", rank, 2) for rank in (0, 1)]
+    for kind in ("raw", "ema"):
+        assert same_bits(saved_student(files, kind), exported[kind])
+    assert not same_bits(saved_student(files[::-1], "raw"), exported["raw"])
+
+
+def test_files_that_hold_no_student_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    saved_and_exported(ranks, SETUP, tmp_path)
+    critic_like = tmp_path / "critic.safetensors"
+    save_file({"critic/exit.bias": torch.zeros(2)}, critic_like)
+    with pytest.raises(ValueError, match="holds no student"):
+        saved_student([critic_like], "raw")
+    with pytest.raises(ValueError, match=r"critic\.safetensors: has no student/"):
+        saved_student([tmp_path / rank_file("actor", 0, 1), critic_like], "raw")
+    critic_like.write_bytes(b"short")
+    with pytest.raises(ValueError, match=re.escape(str(tmp_path))):
+        saved_student([critic_like], "raw")

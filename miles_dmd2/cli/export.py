@@ -1,0 +1,167 @@
+"""miles-dmd2 export: from a checkpoint to a diffusers pipeline that makes the student's pictures."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from miles_dmd2.checkpointing import CheckpointError, Manifest, SavedGroup, read_manifest, sound_beside
+from miles_dmd2.cli.student import check_student, student_grid, student_sampling
+from miles_dmd2.config import Config, ConfigError, checks
+from miles_dmd2.config.errors import show
+from miles_dmd2.config.options import build_config
+from miles_dmd2.data.prompts import load_prompts
+from miles_dmd2.data.requests import eval_requests
+from miles_dmd2.models.registry import build_adapter, known_pipelines
+from miles_dmd2.types import RolloutRequest, WeightKind
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from miles_dmd2.models.base import ModelAdapter
+
+TOLERANCE = 0.001  # of a value's scale; rounding in fp32 is far below it: docs/export.md
+PICTURES = 4
+
+
+class ExportError(RuntimeError):
+    """An export that was not completed, in one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """prompts: none stands for the first of the run's eval prompts, or of its training prompts."""
+
+    prompts: tuple[str, ...]
+    tolerance: float
+    device: Literal["cpu", "cuda"]
+
+
+def export(
+    source: Path, output: Path, kind: WeightKind | None, pipeline: Path | None, check: Check | None
+) -> Iterator[str]:
+    """Write the student at or below `source` to `output`, which appears when it is complete and has passed `check`;
+    yields lines that say what was done. `pipeline`: the run's --hf-checkpoint, if it was moved.
+
+    ConfigError or CheckpointError: bad input. ExportError: other pictures than the engine's; a sheet of both is kept.
+    """
+    sheet = output.with_name(f"{output.name}.png") if check else None
+    _check_output(output, sheet)
+    manifest = _sound(checks.find_checkpoint(source, "RUN"))
+    config = _options_of(manifest, pipeline)
+    kind = _kind(config, kind)
+    adapter = _adapter(config)
+    check_student(config, adapter)
+    requests = _requests(config, adapter, check) if check else []
+
+    actor, weights = _student(manifest, kind)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as aside:
+        written = Path(aside) / output.name
+        adapter.export_pipeline(weights, student_sampling(config), written)
+        if check is not None and sheet is not None:
+            from miles_dmd2.cli.same_pictures import compare
+
+            found = compare(adapter, weights, written, requests, check.device, sheet)
+            by = f"{found.latents:.2g} in latents and {found.pixels:.2g} in pixels (tolerance {check.tolerance:g})"
+            if not found.within(check.tolerance):
+                raise ExportError(
+                    f"--check: plain diffusers does not make the pictures of the local engine, it is off by {by}; "
+                    f"both are in {sheet}, engine above, nothing else was kept"
+                )
+            yield (
+                f"checked: {len(requests)} pictures of plain diffusers and of the local engine differ by at most {by}; "
+                f"both are in {sheet}, engine above"
+            )
+            if requests[0].sigmas[0] != 1:
+                yield (
+                    f"note: the grid starts at {requests[0].sigmas[0]:g}, by which the engine scales its noise and a "
+                    "plain pipeline does not; for the check it did"
+                )
+        if output.exists():
+            raise ExportError(f"{output} was made meanwhile; exports never overwrite")
+        written.rename(output)
+    yield (
+        f"done: {output} is the {'averaged' if kind == 'ema' else 'raw'} student after {manifest.rollout} rollouts and "
+        f"{actor.counters['updates']} updates; how it is called is in {output / 'student.json'}"
+    )
+
+
+def _check_output(output: Path, sheet: Path | None) -> None:
+    for path in (output, sheet):
+        if path is not None and path.exists():
+            raise ConfigError(f"--output {show(output)}: {show(path)} exists; exports never overwrite, give another")
+    checks.check_writable(output.parent, "--output")
+
+
+def _sound(directory: Path) -> Manifest:
+    try:
+        return read_manifest(directory)
+    except CheckpointError as error:
+        other = sound_beside(directory)
+        instead = "no other complete one is there" if other is None else f"the newest complete one is {show(other)}"
+        raise CheckpointError(f"RUN {show(directory)}: {error}; {instead}") from error
+
+
+def _student(manifest: Manifest, kind: WeightKind) -> tuple[SavedGroup, dict[str, Tensor]]:
+    from miles_dmd2.training.saved_student import saved_student
+
+    (actor,) = (group for group in manifest.groups.values() if group.role == "actor")
+    try:
+        return actor, saved_student([manifest.directory / name for name in actor.files], kind)
+    except ValueError as error:
+        raise CheckpointError(f"RUN {show(manifest.directory)}: {error}; give another checkpoint") from error
+
+
+def _options_of(manifest: Manifest, pipeline: Path | None) -> Config:
+    """The options of the run that wrote the checkpoint."""
+    moved = {} if pipeline is None else {"hf_checkpoint": str(pipeline)}
+    try:
+        return build_config({**manifest.config, **moved})
+    except ConfigError as error:
+        raise ConfigError(
+            f"RUN {show(manifest.directory)}: was written with options that this version does not have ({error}); "
+            f"export it with miles_dmd2 {manifest.versions.get('miles_dmd2', 'of that run')}"
+        ) from error
+
+
+def _kind(config: Config, kind: WeightKind | None) -> WeightKind:
+    if kind == "ema" and not config.keeps_ema:
+        raise ConfigError("--weights ema: the run kept no average (its --student-ema-decay is 0); use raw")
+    return kind or ("ema" if config.keeps_ema else "raw")
+
+
+def _adapter(config: Config) -> ModelAdapter:
+    root = config.model.hf_checkpoint
+    if not root.is_dir():
+        raise ConfigError(f"--hf-checkpoint {show(root)}: the run's pipeline is not there; say where it is now")
+    checks.check_checkpoint(root, known_pipelines())
+    try:
+        return build_adapter(root, *config.canvas)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(f"--hf-checkpoint {show(root)}: malformed config.json: {error!r}") from error
+
+
+def _requests(config: Config, adapter: ModelAdapter, check: Check) -> list[RolloutRequest]:
+    """One picture for each prompt, with the seeds of the run's evals."""
+    if not adapter.embedded:
+        raise ConfigError(f"--check: {adapter.family} is generated by SGLang only; add --no-check")
+    if check.device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ConfigError("--device cuda: no CUDA device is visible on this machine; use cpu, or --no-check")
+    prompts = list(check.prompts)
+    if not prompts:
+        evals = config.evaluation.eval_prompt_data
+        path = config.rollout.prompt_data if evals is None else evals
+        if not path.is_file():
+            raise ConfigError(f"--check: the run's prompts {show(path)} are not there; give --check-prompts TEXT ...")
+        prompts = load_prompts(path)[:PICTURES]
+    sample_type = config.algorithm.dmd2_student_sample_type
+    return eval_requests(prompts, 1, student_grid(config), config.rollout_seed, sample_type, video_dtype="fp32")
