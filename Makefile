@@ -18,7 +18,7 @@ unexport PYTHONPATH
 unexport PYTHONHOME
 unexport VIRTUAL_ENV
 
-.PHONY: help setup lint pytest test test-fast setup-sglang test-sglang kill-matrix soak demo demo-full clean distclean
+.PHONY: help setup lint pytest test test-fast setup-sglang test-sglang kill-matrix soak audit demo demo-full clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -49,11 +49,14 @@ test-sglang: setup ## the tests against a real SGLang server; makes its environm
 	@engine="$$("$(VENV_PYTHON)" scripts/setup_sglang.py)" && \
 	  MILES_DMD2_SGLANG_PYTHON="$$engine" "$(VENV_PYTHON)" -m pytest tests/sglang $(ARGS)
 
-kill-matrix: setup ## SIGKILL every process in every phase, and check that runs end with the same bits: 20 minutes
-	"$(VENV_PYTHON)" -m tests.faults.kill_matrix --log docs/results/kill_matrix.txt $(ARGS)
+kill-matrix: setup ## SIGKILL every process in every phase; same bits? 20 minutes (ARGS="--engine sglang": an hour)
+	"$(VENV_PYTHON)" -m tests.faults.kill_matrix --log-directory docs/results $(ARGS)
 
 soak: setup ## 50 kills at random moments (ARGS="--kills N --seed S"): an hour
-	"$(VENV_PYTHON)" -m tests.faults.kill_matrix --soak --log docs/results/soak.txt $(ARGS)
+	"$(VENV_PYTHON)" -m tests.faults.kill_matrix --soak --log-directory docs/results $(ARGS)
+
+audit: setup ## look the locked packages up among published advisories (needs pypi.org itself)
+	@"$(VENV_PYTHON)" scripts/audit.py
 
 demo: setup ## distil the digits teacher into a few-step student: minutes, on a CPU
 	"$(VENV_PYTHON)" recipes/digits/run.py --steps 1 $(ARGS)

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from miles_dmd2.cluster.runtime import sweep_sessions
 from miles_dmd2.observability.declared import without_machine
 
@@ -40,8 +42,8 @@ class Cell:
         return f"{self.victim} at {self.phase}"
 
 
-def every_cell() -> list[Cell]:
-    return [Cell(victim, phase) for phase in PHASES for victim in VICTIMS]
+def every_cell(victims: Sequence[str] = VICTIMS) -> list[Cell]:
+    return [Cell(victim, phase) for phase in PHASES for victim in victims]
 
 
 # Every victim and every phase at least once, the pairs where most can go wrong.
@@ -117,34 +119,39 @@ def finish(words: Sequence[str]) -> None:
 class Chain:
     """`disturb` starts (or continues) the run and kills in it; `end` lets it finish; both leave nothing behind."""
 
-    def __init__(self, workspace: Path, run_dir: Path, rollouts: int, say: Callable[[str], None] = print) -> None:
-        self.workspace, self.run_dir, self.rollouts, self.say = workspace, run_dir, rollouts, say
+    WORKERS: tuple[str, ...] = ("engine", "critic", "actor")
+
+    def __init__(
+        self,
+        workspace: Path,
+        run_dir: Path,
+        rollouts: int,
+        say: Callable[[str], None] = print,
+        more: Sequence[str] = (),
+    ) -> None:
+        """more: further words of the command, as the undisturbed run has them."""
+        self.workspace, self.run_dir, self.rollouts, self.say, self.more = workspace, run_dir, rollouts, say, more
         self.drivers: list[int] = []
         self.before: list[int] = []  # processes of runs that were killed
 
     def disturb(self, cell: Cell, rollout: int) -> None:
         """Kill at the first time that the phase comes in this rollout."""
 
+        code = self.kill_when(self.in_phase(cell, rollout), cell.victim, f"{cell} of rollout {rollout}")
+        assert code == (-signal.SIGKILL if cell.victim in ("driver", "tree") else 1)
+
+    def in_phase(self, cell: Cell, rollout: int) -> Callable[[subprocess.Popen[str]], bool]:
         def reached(process: subprocess.Popen[str]) -> bool:
             status = self.status(process.pid)
             return (status.get("rollout"), status.get("phase")) == (rollout, cell.phase)
 
-        code = self.kill_when(reached, cell.victim, f"{cell} of rollout {rollout}")
-        assert code == (-signal.SIGKILL if cell.victim in ("driver", "tree") else 1)
+        return reached
 
     def kill_when(self, reached: Callable[[subprocess.Popen[str]], bool], victim: str, what: str) -> int:
         """Returns the driver's exit code."""
         process = self._start()
         try:
-            text = f"{what} did not come"
-            until(lambda: self.status(process.pid) or reached(process) or process.poll() is not None, DEADLINE, text)
-            family = descendants(process.pid)
-            workers = self._workers(family)  # now: phases are short
-            until(lambda: reached(process) or process.poll() is not None, DEADLINE, text, 0.001)
-            if victim == "tree":
-                process.send_signal(signal.SIGSTOP)  # while its processes are looked for
-                family = descendants(process.pid)
-            self._kill(process.pid, victim, workers, family)
+            workers, family = self._strike(process, reached, victim, f"{what} did not come")
             met = self.status(process.pid)
             if victim not in workers:
                 process.wait(DEADLINE)  # Ray's processes have its pipes open for a while
@@ -161,6 +168,20 @@ class Chain:
         finally:
             process.kill()
 
+    def _strike(
+        self, process: subprocess.Popen[str], reached: Callable[[subprocess.Popen[str]], bool], victim: str, late: str
+    ) -> tuple[dict[str, int], list[int]]:
+        """Kill as soon as `reached`. Returns the workers by name, and all processes that the driver had started."""
+        until(lambda: self.status(process.pid) or reached(process) or process.poll() is not None, DEADLINE, late)
+        family = descendants(process.pid)
+        workers = self._workers(family)  # now: phases are short
+        until(lambda: reached(process) or process.poll() is not None, DEADLINE, late, 0.001)
+        if victim == "tree":
+            process.send_signal(signal.SIGSTOP)  # while its processes are looked for
+            family = descendants(process.pid)
+        self._kill(process.pid, victim, workers, family)
+        return workers, family
+
     def kill_after(self, seconds: float, victim: str, *, of_training: bool) -> None:
         """Kill so many seconds after the start, or after training has begun; the driver, if the victim is not there."""
         began = None if of_training else time.monotonic()
@@ -176,6 +197,10 @@ class Chain:
 
     def end(self) -> None:
         finish(self._command())
+
+    def rows(self, run_dir: Path) -> list[dict[str, Any]]:
+        """What two runs of the same bits share of the metrics."""
+        return rows(run_dir)
 
     def status(self, pid: int) -> Mapping[str, Any]:
         """What the driver says that it does; empty before it says anything."""
@@ -197,7 +222,7 @@ class Chain:
             load = ["--load", str(self.run_dir)]
         elif self.run_dir.exists():
             shutil.rmtree(self.run_dir)
-        return command(self.workspace, self.run_dir, self.rollouts, *load)
+        return command(self.workspace, self.run_dir, self.rollouts, *self.more, *load)
 
     def _kill(self, driver: int, victim: str, workers: Mapping[str, int], processes: Sequence[int]) -> None:
         for pid in [driver, *processes] if victim == "tree" else [workers.get(victim, driver)]:
@@ -209,7 +234,7 @@ class Chain:
     def _workers(self, processes: Sequence[int]) -> dict[str, int]:
         """Of these processes the workers, by what they log first; logs are continued by later runs."""
         found = {}
-        for name in ("engine", "critic", "actor"):
+        for name in self.WORKERS:
             log = self.run_dir / "logs" / f"{name}_0.log"
             logged = re.findall(r"pid (\d+), torch", log.read_text()) if log.exists() else []
             if logged and int(logged[-1]) in processes:
@@ -229,7 +254,7 @@ class Chain:
         assert mine.keys() == theirs.keys(), (sorted(mine), sorted(theirs))
         differ = [step for step in mine if mine[step] != theirs[step]]
         assert not differ, f"other bits from {differ[0]} on"
-        assert rows(self.run_dir) == rows(base)
+        assert self.rows(self.run_dir) == self.rows(base)
         for kind in ("raw", "ema"):
             (ours, other) = (weights(root / f"student_{kind}") for root in (self.run_dir, base))
             assert ours == other, f"student_{kind} differs"
@@ -238,6 +263,16 @@ class Chain:
         sweep_sessions()  # as the next start does
         left = [path for pid in self.drivers for path in Path("/tmp").glob(f"md2-ray-{pid}-*")]
         assert not left, left
+
+
+def aloud(capsys: pytest.CaptureFixture[str]) -> Callable[[str], None]:
+    """Prints which cells ran, also in a test that passes."""
+
+    def say(text: str) -> None:
+        with capsys.disabled():
+            print(f"\nkill matrix: {text}", flush=True)
+
+    return say
 
 
 def states(run_dir: Path) -> dict[str, Any]:
