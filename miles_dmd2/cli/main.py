@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
     except (ExportError, OSError, ValueError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
         print("\nstopped; nothing was exported", file=sys.stderr)
@@ -69,13 +69,19 @@ def _parser() -> _Parser:
         metavar="X",
         help=f"greatest difference, in units of the largest latent and of a pixel (default: {TOLERANCE})",
     )
+    ex.add_argument(
+        "--check-sglang",
+        type=Path,
+        metavar="PYTHON",
+        help="compare SGLang too: its environment's Python",
+    )
     ex.add_argument("--device", choices=("cpu", "cuda"), help="for the check (default: cpu)")
     return parser
 
 
 def _check(given: argparse.Namespace) -> Check | None:
     if not given.check:
-        for name in ("check_prompts", "check_tolerance", "device"):
+        for name in ("check_prompts", "check_tolerance", "check_sglang", "device"):
             if getattr(given, name) is not None:
                 raise ConfigError(f"--{name.replace('_', '-')}: is for the check; leave it out, or --no-check")
         return None
@@ -83,7 +89,7 @@ def _check(given: argparse.Namespace) -> Check | None:
     if not 0 <= tolerance < 1:
         raise ConfigError(f"--check-tolerance {tolerance:g}: must be >= 0 and < 1, where all pictures pass")
     device = cast('Literal["cpu", "cuda"]', given.device or "cpu")
-    return Check(tuple(given.check_prompts or ()), tolerance, device)
+    return Check(tuple(given.check_prompts or ()), tolerance, device, given.check_sglang)
 
 
 if __name__ == "__main__":

@@ -14,12 +14,14 @@ from PIL import Image
 from torch import Tensor
 
 from miles_dmd2.engines.local import LocalEngine
+from miles_dmd2.engines.sglang.engine import SGLangEngine, SGLangSettings
+from miles_dmd2.engines.sglang.server import ManagedServer, SGLangLaunch
 from miles_dmd2.media.gallery import contact_sheet, shown_frames
 from miles_dmd2.media.pixels import eight_bit
 from miles_dmd2.models.base import ModelAdapter
 from miles_dmd2.models.export import STUDENT_FILE
 from miles_dmd2.models.loading import quiet
-from miles_dmd2.types import RolloutRequest, WeightVersion
+from miles_dmd2.types import RolloutRequest, RolloutSample, WeightVersion
 
 NOT_OF_THE_CALL = ("shift", "sigmas", "sample_type")
 
@@ -44,21 +46,7 @@ class Difference:
         return self.latents <= tolerance and self.pixels <= tolerance
 
 
-def compare(
-    adapter: ModelAdapter,
-    weights: Mapping[str, Tensor],
-    exported: Path,
-    requests: Sequence[RolloutRequest],
-    device: str,
-    sheet: Path,
-) -> Difference:
-    """What the engine makes of these weights on the run's own pipeline, against what diffusers makes of what was
-    exported. Writes the pictures of both to `sheet`, the engine's above.
-    """
-    ours = by_engine(adapter, weights, requests, device)
-    theirs = by_diffusers(exported, requests, device)
-    frames = [shown_frames(eight_bit(made.picture.nan_to_num())) for made in (*ours, *theirs)]
-    Image.fromarray(contact_sheet(frames, columns=len(ours))).save(sheet)
+def difference(ours: Sequence[Made], theirs: Sequence[Made]) -> Difference:
     latents, pixels = (
         [torch.stack([getattr(made, name) for made in side]) for side in (ours, theirs)]
         for name in ("latent", "picture")
@@ -67,19 +55,43 @@ def compare(
     return Difference(*(float((a - b).abs().max() / of) for (a, b), of in ((latents, scale), (pixels, 1.0))))
 
 
+def write_sheet(rows: Sequence[Sequence[Made]], path: Path) -> None:
+    """A contact sheet, one row a side. What is not a number is black."""
+    frames = [shown_frames(eight_bit(made.picture.nan_to_num())) for row in rows for made in row]
+    Image.fromarray(contact_sheet(frames, columns=len(rows[0]))).save(path)
+
+
 def by_engine(
     adapter: ModelAdapter, weights: Mapping[str, Tensor], requests: Sequence[RolloutRequest], device: str
 ) -> list[Made]:
-    """One at a time."""
+    """These weights on the run's own pipeline, one sample at a time."""
     engine = LocalEngine(adapter, device, batch_size=1, checkpoint_version=WeightVersion(0), weights=weights)
     try:
-        return [Made(sample.x0, sample.media) for sample in engine.generate(requests) if sample.media is not None]
+        return _made(engine.generate(requests))
     finally:
         engine.close()
 
 
+def by_sglang(exported: ModelAdapter, requests: Sequence[RolloutRequest], python: Path, log: Path) -> list[Made]:
+    """What was exported, by a server of its own, with the plugin, in fp32. EngineError: it does not start or serve."""
+    serving = exported.serving
+    arguments = tuple(serving.launch_arguments("fp32"))
+    settings = SGLangSettings(require_plugin=True, allow_untested_version=True)
+    launch = SGLangLaunch(python, exported.checkpoint, serving.model_id, arguments=arguments, log=log)
+    with ManagedServer(launch) as server:
+        engine = SGLangEngine(exported, [server], settings, checkpoint_version=WeightVersion(0))
+        try:
+            return _made(engine.generate(requests))
+        finally:
+            engine.close()
+
+
+def _made(samples: Sequence[RolloutSample]) -> list[Made]:
+    return [Made(sample.x0, sample.media) for sample in samples if sample.media is not None]
+
+
 def by_diffusers(exported: Path, requests: Sequence[RolloutRequest], device: str) -> list[Made]:
-    """As above, by the pipeline's own class, called with what student.json says."""
+    """What was exported, by the pipeline's own class, called with what student.json says."""
     import diffusers
 
     notes: dict[str, Any] = json.loads((exported / STUDENT_FILE).read_text())

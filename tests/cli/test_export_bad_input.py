@@ -114,6 +114,13 @@ CASES = {
         lambda _: ["--no-check", "--check-prompts", "one"], ("--check-prompts", "leave it out")
     ),
     "device and no check": Case(lambda _: ["--no-check", "--device", "cpu"], ("--device", "leave it out")),
+    "no such engine": Case(
+        lambda b: ["--check-sglang", str(b.path / "python")],
+        ("--check-sglang", "there is no such file", "name the Python"),
+    ),
+    "engine and no check": Case(
+        lambda _: ["--no-check", "--check-sglang", "python"], ("--check-sglang", "leave it out")
+    ),
     "unknown flag": Case(lambda _: ["--overwrite"], ("--overwrite", "see miles-dmd2")),
 }
 

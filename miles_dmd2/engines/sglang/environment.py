@@ -60,12 +60,12 @@ _MISLEADING = {
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-def check_version(python: Path, allow_untested: bool) -> str:
+def check_version(python: Path, allow_untested: bool, flag: str = "--sglang-python") -> str:
     """SGLang's version in the environment of `python`; ValueError, as a user reads it, if no server can start there.
 
     allow_untested: of --sglang-allow-untested-version, accept a version outside TESTED.
     """
-    where = f"--sglang-python {python}"
+    where = f"{flag} {python}"
     if not python.is_file():
         raise ValueError(f"{where}: there is no such file; {_REMEDY}")
     if not os.access(python, os.X_OK):
