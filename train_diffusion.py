@@ -61,6 +61,8 @@ from miles_dmd2.sinks.wandb import WandbSink
 from miles_dmd2.stopping import StopRequest
 
 if TYPE_CHECKING:
+    from miles_dmd2.models.base import ModelAdapter
+
     pass
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
@@ -74,8 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             parsed = parse(arguments)
             config, trainers = parsed.config, parsed.trainers
-            continued, notes = check(config, trainers)
-            plan = build_plan(config, trainers, notes)
+            continued, adapter = check(config, trainers)
+            plan = build_plan(config, trainers, adapter.notes, clips=adapter.num_frames > 1)
             limits = _limits(config)
             memory = _memory(config, trainers)
             if parsed.dry_run:
@@ -96,9 +98,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run(config, trainers, plan, continued.manifest if continued else None, arguments, stop)
 
 
-def check(config: Config, trainers: Sequence[TrainerSpec]) -> tuple[Continued | None, tuple[str, ...]]:
+def check(config: Config, trainers: Sequence[TrainerSpec]) -> tuple[Continued | None, ModelAdapter]:
     """All that can be known before a process starts. Returns the checkpoint to continue from, None for a new run, and
-    what the model family has to say about it.
+    the model family at this canvas.
     """
     known = known_pipelines()
     checks.check_checkpoint(config.model.hf_checkpoint, known)
@@ -124,9 +126,9 @@ def check(config: Config, trainers: Sequence[TrainerSpec]) -> tuple[Continued | 
         check_sglang(config, adapter)
     check_environment(config, checks.parameter_count(config.model.hf_checkpoint / "transformer"))
     if config.run.load is None:
-        return None, adapter.notes
+        return None, adapter
     roles = {spec.name: spec.role for spec in trainers}
-    return continue_from(config.run.load, config, roles, run_facts(config, trainers)), adapter.notes
+    return continue_from(config.run.load, config, roles, run_facts(config, trainers)), adapter
 
 
 def run_facts(config: Config, trainers: Sequence[TrainerSpec]) -> RunFacts:

@@ -47,6 +47,7 @@ def ray_session(address: str | None, devices: int, device: str, connect_timeout:
     if ray.is_initialized():
         raise RunError("Ray is already running in this process; start a run from a process of its own")
     if address is not None:
+        address = _started_cluster() if address == "auto" else address
         _check_reachable(address, connect_timeout)
         _init(address=address)
         try:
@@ -96,11 +97,28 @@ def _on_loopback() -> Iterator[None]:
             os.environ[variable] = given
 
 
+def _started_cluster() -> str:
+    """What `auto` is: RAY_ADDRESS, which a submitted job has, or what `ray start` wrote here. ConfigError: neither.
+
+    Ray's own `auto` takes any cluster whose process it finds, also one that another run started for itself.
+    """
+    given = os.environ.get("RAY_ADDRESS", "")
+    if given not in ("", "auto"):
+        return given
+    file = Path(os.environ.get("RAY_TMPDIR") or "/tmp") / "ray" / "ray_current_cluster"  # noqa: S108 - Ray's own place
+    if not file.is_file():
+        raise ConfigError(
+            "--ray-address auto: no cluster was started on this host; say `ray start --head`, or `ray start --address "
+            "HEAD:PORT` to join one, or leave it out to start Ray for this run alone"
+        )
+    return file.read_text().strip()
+
+
 def _check_reachable(address: str, timeout: float) -> None:
     """ConfigError if nobody listens at host:port: Ray itself goes on trying for minutes."""
     host, _, port = address.rpartition(":")
     if "://" in address or not host or not port.isdigit():
-        return  # `auto`, or a form that Ray explains
+        return  # a form that Ray explains
     try:
         socket.create_connection((host, int(port)), timeout=timeout).close()
     except OSError as error:

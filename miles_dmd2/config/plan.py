@@ -57,8 +57,12 @@ class ForwardPlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A run in numbers. `evals`: at rollout 0, every `eval_every`, after the last; each per `eval_kinds`."""
+    """A run in numbers. `evals`: at rollout 0, every `eval_every`, after the last; each per `eval_kinds`.
 
+    `rollout_only`: "train" or "eval" for a run without trainers, which has no groups.
+    """
+
+    rollout_only: str | None
     rollouts: int
     prompts_per_rollout: int
     samples_per_prompt: int
@@ -85,13 +89,23 @@ class Plan:
     notes: tuple[str, ...]
 
 
-def build_plan(config: Config, trainers: Sequence[TrainerSpec], notes: Sequence[str] = ()) -> Plan:
-    """The plan of a resolved run. Pure arithmetic: nothing is opened, nothing is started. `notes`: more of them."""
+def build_plan(
+    config: Config, trainers: Sequence[TrainerSpec], notes: Sequence[str] = (), *, clips: bool = True
+) -> Plan:
+    """The plan of a resolved run. Pure arithmetic: nothing is opened, nothing is started.
+
+    `notes`: more of them. `clips`: whether samples have more than one frame.
+    """
     rollout, per_node = config.rollout, config.cluster.actor_num_gpus_per_node
     critic = next(trainer for trainer in trainers if trainer.role == "critic")
-    has_eval = config.evaluation.eval_prompt_data is not None
+    only = rollout.debug_rollout_only
+    evals = -(-rollout.num_rollout // config.eval_every) + 1 if only is None else int(only == "eval")
+    if config.evaluation.eval_prompt_data is None:
+        evals = 0
+    kinds: tuple[str, ...] = ("raw", "ema") if config.keeps_ema and only is None else ("raw",)
     return Plan(
-        rollouts=rollout.num_rollout,
+        rollout_only=only,
+        rollouts=0 if only == "eval" else rollout.num_rollout,
         prompts_per_rollout=rollout.rollout_batch_size,
         samples_per_prompt=rollout.n_samples_per_prompt,
         samples_per_rollout=config.samples_per_rollout,
@@ -108,13 +122,13 @@ def build_plan(config: Config, trainers: Sequence[TrainerSpec], notes: Sequence[
         stop_law=config.stop_law,
         student_clock=_student_clock(student_clock(config, trainers)),
         score_sigma=_score_sigma(config),
-        groups=tuple(_group(trainer, per_node) for trainer in trainers),
+        groups=tuple(_group(trainer, per_node) for trainer in trainers) if only is None else (),
         forwards_per_update=_forwards(config, trainers),
-        evals=-(-rollout.num_rollout // config.eval_every) + 1 if has_eval else 0,
+        evals=evals,
         eval_every=config.eval_every,
-        eval_kinds=(("raw", "ema") if config.keeps_ema else ("raw",)) if has_eval else (),
-        checkpoints=-(-rollout.num_rollout // (config.run.save_interval or rollout.num_rollout)),
-        notes=(*_notes(config, critic), *notes),
+        eval_kinds=kinds if evals else (),
+        checkpoints=-(-rollout.num_rollout // (config.run.save_interval or rollout.num_rollout)) if only is None else 0,
+        notes=(*_notes(config, critic, clips), *notes),
     )
 
 
@@ -216,7 +230,7 @@ def _score_sigma(config: Config) -> str:
     return f"{text}, clamped ({clamped:.1%} of the draws at {end:g})"
 
 
-def _notes(config: Config, critic: TrainerSpec) -> tuple[str, ...]:
+def _notes(config: Config, critic: TrainerSpec, clips: bool) -> tuple[str, ...]:
     random_stop = config.stop_law != "full" and config.num_steps > 1
     told = config.algorithm.dmd2_critic_conditioning == "stop_step"
     notes = []
@@ -245,8 +259,7 @@ def _notes(config: Config, critic: TrainerSpec) -> tuple[str, ...]:
     if only is not None:
         what = "the eval set is rendered once" if only == "eval" else "the rollouts are generated"
         notes.append(f"--debug-rollout-only {only}: {what}, with the checkpoint's own weights; no trainer is started")
-    frames = config.model.diffusion_num_frames
-    if config.eval_media[0] is not None and config.evaluation.diffusion_fps is None and frames != 1:
+    if config.eval_media[0] is not None and config.evaluation.diffusion_fps is None and clips:
         notes.append(
             f"clips are written to play at {config.playback_fps:g} frames per second, for want of --diffusion-fps; "
             "sound that was made for another rate will not fit"
@@ -268,6 +281,8 @@ def _notes(config: Config, critic: TrainerSpec) -> tuple[str, ...]:
 
 def render_plan(plan: Plan) -> str:
     """The plan for a reader: at most 25 lines."""
+    if plan.rollout_only is not None:
+        return _render_rollout_only(plan)
     forwards = plan.forwards_per_update
     sigmas = [f"{sigma:.4f}" for sigma in plan.sigmas[:-1]]
     shown = ", ".join(sigmas if len(sigmas) <= 8 else [*sigmas[:4], "...", *sigmas[-3:]])
@@ -292,6 +307,16 @@ def render_plan(plan: Plan) -> str:
         f"{forwards.student} with backward (counted in samples)",
         f"  evals        {_evals(plan)}",
         f"  checkpoints  {plan.checkpoints}",
+    ]
+    return "\n".join(lines + [f"  note: {note}" for note in plan.notes])
+
+
+def _render_rollout_only(plan: Plan) -> str:
+    what = f"{plan.rollouts} rollouts of {plan.samples_per_rollout} samples" if plan.rollouts else "one eval"
+    lines = [
+        f"Plan: {what}, without trainers",
+        f"  model        {plan.student_steps} steps, {plan.sample_type} hops, the checkpoint's own weights",
+        f"  engines      {plan.engines} {plan.engine} on {plan.engine_placement}; {plan.engine_details}",
     ]
     return "\n".join(lines + [f"  note: {note}" for note in plan.notes])
 

@@ -52,6 +52,7 @@ class ModelAdapter(ABC):
     family: ClassVar[str]
     pipeline_classes: ClassVar[tuple[str, ...]]  # `_class_name` values of model_index.json that this adapter serves
     makes_clips: ClassVar[bool] = False
+    fewest_decoded_frames: ClassVar[int] = 1
     embedded: ClassVar[bool] = True  # whether the local engine can generate with it
     guidance_distilled: ClassVar[bool] = False  # the network is guided by itself: classifier-free guidance is refused
     sample_types: ClassVar[tuple[SampleType, ...]] = get_args(SampleType)
@@ -95,7 +96,9 @@ class ModelAdapter(ABC):
     @property
     def notes(self) -> tuple[str, ...]:
         """What a user should know about this canvas before a run starts."""
-        return ()
+        if self.makes_clips:
+            return (f"clips of {self.num_frames} frames, {self.width} x {self.height}",)
+        return (f"pictures of {self.width} x {self.height}",)
 
     @property
     def parts(self) -> tuple[LatentPart, ...]:

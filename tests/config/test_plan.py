@@ -81,7 +81,6 @@ KEPT = "--eval-prompt-data e --save-eval-media-dir m"
     [
         (KEPT, True),
         (f"{KEPT} --diffusion-fps 24", False),
-        (f"{KEPT} --diffusion-num-frames 1", False),
         ("--eval-prompt-data e", False),
         ("--eval-prompt-data e --use-wandb", True),
         ("--eval-prompt-data e --use-wandb --wandb-log-num-images 0", False),
@@ -89,8 +88,10 @@ KEPT = "--eval-prompt-data e --save-eval-media-dir m"
     ],
 )
 def test_the_playback_rate_that_clips_fall_back_to_is_said(flags: str, said: bool) -> None:
-    notes = [note for note in plan_of(*flags.split()).notes if "play at 8 frames per second" in note]
-    assert len(notes) == said
+    parsed = run(*flags.split())
+    for clips in (True, False):
+        notes = build_plan(parsed.config, parsed.trainers, clips=clips).notes
+        assert any("play at 8 frames per second" in note for note in notes) == (said and clips)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +112,13 @@ def test_which_eval_samples_are_kept_and_where(flags: str, kept: tuple[Path | No
 
 
 def test_a_run_without_trainers_says_so() -> None:
-    assert any("no trainer is started" in note for note in plan_of("--debug-rollout-only").notes)
+    plan = plan_of("--debug-rollout-only")
+    assert any("no trainer is started" in note for note in plan.notes)
+    assert (plan.groups, plan.checkpoints, plan.evals, plan.rollouts > 0) == ((), 0, 0, True)
+    one = plan_of("--debug-rollout-only", "eval", "--eval-prompt-data", "e")
+    assert (one.groups, one.checkpoints, one.evals, one.rollouts) == ((), 0, 1, 0)
+    assert render_plan(one).startswith("Plan: one eval, without trainers\n")
+    assert "checkpoints" not in render_plan(one)
 
 
 @pytest.mark.parametrize(("interval", "count"), [("3", 4), ("5", 2), ("10", 1), ("99", 1)])

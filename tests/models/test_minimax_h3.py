@@ -228,8 +228,7 @@ def test_defaults_are_the_release(h3_checkpoint: Path) -> None:
     assert [part.size for part in adapter.parts] == [37 * 24 * 42 * 96, 2 * 207 * 32]
     short = build_adapter(h3_checkpoint, 64, 32, seconds=0.1)
     assert short.num_frames == 5
-    made = "clips of 5 frames, 0.21 s, 32 x 64, with sound; SGLang's decoder makes no fewer than 22 frames"
-    assert short.notes == (f"{made}: no evals, no rewards: the release is made for 4 to 15 s",)
+    assert short.notes == ("clips of 5 frames, 0.21 s, 32 x 64, with sound: the release is made for 4 to 15 s",)
 
 
 def test_the_tiny_one_has_every_argument_of_the_real_one() -> None:
