@@ -53,7 +53,7 @@ def export(
 
     ConfigError or CheckpointError: bad input. ExportError: other pictures than the engine's; a sheet of both is kept.
     """
-    sheet = output.with_name(f"{output.name}.png") if check else None
+    sheet = output.parent / f"{output.name}.png" if check else None
     _check_output(output, sheet)
     manifest = _sound(checks.find_checkpoint(source, "RUN"))
     config = _options_of(manifest, pipeline)
@@ -91,32 +91,38 @@ def _compare(
     check: Check,
     sheet: Path,
 ) -> Iterator[str]:
-    """A line for each of those who make the local engine's pictures; all are in `sheet`. ExportError: one does not."""
+    """A line for each of those who make the local engine's pictures, and one for the `sheet` of all. ExportError: one
+    does not, which is in the sheet, or cannot be asked.
+    """
     from miles_dmd2.cli.same_pictures import by_diffusers, by_engine, by_sglang, difference, write_sheet
     from miles_dmd2.engines.base import EngineError
 
-    rows = [by_engine(adapter, weights, requests, check.device)]
     sides: dict[str, Callable[[], list[Made]]] = {
-        "plain diffusers": lambda: by_diffusers(written, requests, check.device)
+        "the local engine": partial(by_engine, adapter, weights, requests, check.device),
+        "plain diffusers": partial(by_diffusers, written, requests, check.device),
     }
     if check.sglang is not None:
         exported = build_adapter(written, adapter.height, adapter.width, adapter.num_frames)
         sides["SGLang"] = partial(by_sglang, exported, requests, check.sglang, written.parent / "sglang.log")
+    rows: list[list[Made]] = []
     for name, sample in sides.items():
         try:
             rows.append(sample())
         except EngineError as error:
             raise ExportError(f"--check: {name} could not be asked: {error}") from error
-        write_sheet(rows, sheet)
+        if len(rows) == 1:
+            continue
         found = difference(rows[0], rows[-1])
         by = f"{found.latents:.2g} in latents and {found.pixels:.2g} in pixels (tolerance {check.tolerance:g})"
-        where = f"both are in {sheet}, engine above"
         if not found.within(check.tolerance):
+            write_sheet(rows, sheet)
             raise ExportError(
-                f"--check: {name} does not make the pictures of the local engine, it is off by {by}; {where}, nothing "
-                "else was kept"
+                f"--check: {name} does not make the pictures of the local engine, it is off by {by}; see the last and "
+                f"the first row of {sheet}; nothing else was kept"
             )
-        yield f"checked: {len(requests)} pictures of {name} and of the local engine differ by at most {by}; {where}"
+        yield f"checked: {len(requests)} pictures of {name} and of the local engine differ by at most {by}"
+    write_sheet(rows, sheet)
+    yield f"pictures: {sheet}, by rows: {', '.join(sides)}"
 
 
 def _check_output(output: Path, sheet: Path | None) -> None:

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from miles_dmd2.algo import eval_seed
 from miles_dmd2.cli.main import main
+from miles_dmd2.engines.base import EngineError
 from miles_dmd2.training import Ranks
-from tests import tiny_sd3, tiny_wan
+from tests import tiny_klein, tiny_sd3, tiny_wan, tiny_z_image
 from tests.in_process import PROMPTS, Outcome, run
 
 WEIGHTS = Path("transformer/diffusion_pytorch_model.safetensors")
@@ -135,7 +136,27 @@ def test_plain_diffusers_makes_the_pictures_of_the_sheet(
     assert abs(sheet[:48, :32] - sheet[:48, 34:66]).mean() > 1
 
 
-@pytest.mark.parametrize("build", [tiny_sd3.build, tiny_wan.build], ids=["sd3", "wan"])
+def test_an_engine_that_cannot_be_asked_leaves_nothing(
+    directory: Path,
+    outcome: Outcome,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def generate(*_: object) -> None:
+        raise EngineError("no more")
+
+    monkeypatch.setattr("miles_dmd2.engines.local.LocalEngine.generate", generate)
+    assert checked(directory / "run", tmp_path / "student") == 1
+    assert capsys.readouterr().err == "error: --check: the local engine could not be asked: no more\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "build",
+    [tiny_sd3.build, tiny_klein.build, tiny_z_image.build, tiny_wan.build],
+    ids=["sd3", "flux2_klein", "z_image", "wan"],
+)
 @pytest.mark.parametrize(
     "changes",
     [

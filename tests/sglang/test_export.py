@@ -24,7 +24,7 @@ def test_sglang_makes_the_pictures(
     trained(ranks, tmp_path, qwen_pipeline, **own)
     words = ["export", str(tmp_path / "run"), "--check-sglang", str(sglang_python), "--output"]
     assert main([*words, str(tmp_path / "student")]) == 0
-    plain, served, _ = capsys.readouterr().out.splitlines()
+    plain, served, _, _ = capsys.readouterr().out.splitlines()
     assert plain.startswith("checked: 3 pictures of plain diffusers")
     assert served.startswith("checked: 3 pictures of SGLang")
     match = re.search(r"at most (\S+) in latents and (\S+) in pixels", served)
