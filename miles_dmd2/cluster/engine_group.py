@@ -155,7 +155,7 @@ def build_engine(settings: EngineSettings, adapter: ModelAdapter, server_workers
     servers: list[Server] = [ExternalServer(url) for url in settings.servers.urls]
     for i, actor in enumerate(server_workers):  # the client is on the device of the first
         shared = "cuda" if i == 0 and worker.device == "cuda" else None
-        servers.append(RemoteServer(actor, settings.servers.start_timeout, shared_device=shared))
+        servers.append(RemoteServer(actor, f"server_{i}", settings.servers.start_timeout, shared_device=shared))
     return SGLangEngine(adapter, servers, settings.client, checkpoint_version=own, real_latents=latents)
 
 

@@ -68,9 +68,13 @@ class ServerWorker:
 class RemoteServer(Server):
     """A worker's server as a client in another process sees it."""
 
-    def __init__(self, worker: Any, start_timeout: float, *, shared_device: str | None = None) -> None:
-        """`worker`: the actor, whose server is up. shared_device: see `Server`. EngineError: it does not answer."""
+    def __init__(self, worker: Any, name: str, start_timeout: float, *, shared_device: str | None = None) -> None:
+        """`worker`: the actor, whose server is up; `name` tells who it is. shared_device: see `Server`.
+
+        EngineError: it does not answer.
+        """
         self._worker = worker
+        self._name = name
         self._shared_device = shared_device
         self._start_timeout = start_timeout
         self._url, self._launch_id = self._ask("address", _ANSWER_SECONDS)
@@ -109,7 +113,9 @@ class RemoteServer(Server):
         except ray.exceptions.RayTaskError as error:
             raise EngineError(str(error.cause or error)) from error
         except ray.exceptions.RayError as error:
-            raise EngineError(f"the process that keeps the server: {summary_of(str(error)) or repr(error)}") from error
+            raise EngineError(
+                f"{self._name}, the process that keeps the server: {summary_of(str(error)) or repr(error)}"
+            ) from error
 
 
 class ServerGroup:

@@ -45,6 +45,7 @@ def settings(workspace: Path, tmp_path: Path, engine_python: Callable[[str], Pat
         height=32,
         width=32,
         num_frames=None,
+        seconds=None,
         forward_dtype="fp32",
         device="cpu",
         threads=1,
@@ -75,7 +76,7 @@ def process_of(server: RemoteServer) -> int:
 
 def test_servers_start_restart_and_stop(settings: EngineSettings, placement: Placement) -> None:
     with started(settings, placement) as group:
-        servers = [RemoteServer(worker, START_SECONDS) for worker in group.workers]
+        servers = [RemoteServer(worker, f"server_{i}", START_SECONDS) for i, worker in enumerate(group.workers)]
         assert len({server.url for server in servers}) == len({server.launch_id for server in servers}) == 2
         assert all(server.url.startswith("http://127.0.0.1:") and server.managed for server in servers)
         groups = [process_of(server) for server in servers]
@@ -106,14 +107,14 @@ def test_servers_start_restart_and_stop(settings: EngineSettings, placement: Pla
 
 def test_a_server_dies_with_its_worker(settings: EngineSettings, placement: Placement) -> None:
     with started(settings, placement, count=1) as group:
-        server = RemoteServer(group.workers[0], START_SECONDS)
+        server = RemoteServer(group.workers[0], "server_0", START_SECONDS)
         number = process_of(server)
         assert members_of(number)
         ray.kill(group.workers[0])
         wait_for(lambda: not members_of(number), 20)
-        with pytest.raises(EngineError, match="the process that keeps the server: "):
+        with pytest.raises(EngineError, match="server_0, the process that keeps the server: "):
             server.restart()
-        assert server.tail().startswith("(not to be read: the process that keeps the server: ")
+        assert server.tail().startswith("(not to be read: server_0, the process that keeps the server: ")
 
 
 def test_one_that_cannot_start_ends_the_start_of_all_with_its_reason(

@@ -124,6 +124,11 @@ class SGLangChain(Chain):
             return self.going_on
         return super()._start()
 
+    def _check_told(self, err: str, victim: str) -> None:
+        """Of the server's keeper its client tells: it is the one that was waited for."""
+        super()._check_told(err, "engine" if victim == "server" else victim)
+        assert victim != "server" or "server_0, the process that keeps the server" in err, err
+
     def _starts(self) -> int:
         return self._server_log().count(_START)
 
