@@ -12,18 +12,16 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from miles_dmd2.engines.base import EngineError, check_probe
+from miles_dmd2.engines.sglang.handshake import Capabilities, check_version, read_capabilities
 from miles_dmd2.engines.sglang.http import FailedError, RefusedError, ServerError, Transport
 from miles_dmd2.engines.sglang.pool import PROBE_TOLERANCE, Link, SGLangSettings
 from miles_dmd2.engines.sglang.weights import MODULE, Push, bodies, check_checksum, check_parameters, check_report
 from miles_dmd2.engines.sglang.wire import (
     Ask,
-    Capabilities,
     WireError,
-    check_version,
     parse_json,
     parse_probe,
     probe_request,
-    read_capabilities,
     rollout_body,
 )
 from miles_dmd2.engines.sglang_plugin.protocol import DIGEST_HEADER, body_digest

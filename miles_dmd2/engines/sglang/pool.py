@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Generic, Literal, TypeVar
 
 from miles_dmd2.engines.base import EngineError
+from miles_dmd2.engines.sglang.handshake import Capabilities, ForwardDtype
 from miles_dmd2.engines.sglang.http import FailedError, RefusedError, ServerError, Transport, UnreachableError
 from miles_dmd2.engines.sglang.server import Server
-from miles_dmd2.engines.sglang.wire import Capabilities, ForwardDtype, StaleWeightsError, WireError
+from miles_dmd2.engines.sglang.wire import StaleWeightsError, WireError
 
 logger = logging.getLogger(__name__)
 

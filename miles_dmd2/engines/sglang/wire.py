@@ -9,9 +9,9 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import msgpack
 import torch
@@ -20,7 +20,6 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from miles_dmd2.engines.base import EngineError
-from miles_dmd2.engines.sglang.environment import TESTED, is_tested
 from miles_dmd2.engines.sglang_plugin.protocol import KEY, PROTOCOL
 from miles_dmd2.models.base import ModelAdapter
 from miles_dmd2.models.loading import eight_bit
@@ -29,9 +28,6 @@ from miles_dmd2.types import Conditioning, Probe, RolloutRequest
 TIMESTEPS = 1000  # a reply's timesteps are sigma x 1000
 PROBE_PROMPT = "probe"  # the server encodes some prompt before the plugin puts the probe's conditioning in its place
 
-ForwardDtype = Literal["fp32", "bf16"]
-# What the plugin says about the transformer's parameters -> the forward dtype; bf16 models keep some in fp32.
-_DTYPES: Mapping[str, ForwardDtype] = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "mixed": "bf16"}
 _MEDIA = {"uint8": torch.uint8, "fp32": torch.float32}
 _REPORT = {"protocol", "client_id", "stop_step", "forwards", "weights", "decoded", "velocity"}  # the plugin's part
 
@@ -77,19 +73,6 @@ class Answer:
     media: Tensor | None
     audio: Tensor | None = None
     audio_sample_rate: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Capabilities:
-    """What the handshake learned. all_bf16: every parameter of the transformer is bf16, so sending more is waste.
-
-    parameters: of the transformer, as the worker counts them.
-    """
-
-    plugin: bool
-    all_bf16: bool = False
-    sleeping: bool = False
-    parameters: int | None = None
 
 
 # -- requests ------------------------------------------------------------------------------------------------
@@ -180,7 +163,7 @@ def _open(body: bytes, ask: Ask, *, any_weights: bool = False) -> dict[str, Any]
     _expect(reply.get("seed"), ask.request.seed, "seed")
     if not ask.plugin:
         return dict(reply)
-    report = _map(reply.get(KEY), KEY)
+    report = read_map(reply.get(KEY), KEY)
     if report.keys() != _REPORT:
         raise WireError(f"{KEY} must have {sorted(_REPORT)}, got {sorted(report)}")
     _expect(report["protocol"], PROTOCOL, "protocol")
@@ -195,7 +178,7 @@ def _open(body: bytes, ask: Ask, *, any_weights: bool = False) -> dict[str, Any]
 
 def _stopped(reply: dict[str, Any], ask: Ask, adapter: ModelAdapter) -> tuple[Tensor, Tensor]:
     """x_k and x0 of a plugin's reply, which stopped where it was told to."""
-    trajectory, grid = _map(reply.get("dit_trajectory"), "dit_trajectory"), _grid(ask.request)
+    trajectory, grid = read_map(reply.get("dit_trajectory"), "dit_trajectory"), _grid(ask.request)
     if not _same_bits(_tensor(trajectory.get("sigmas"), "sigmas"), grid):
         raise WireError("sigmas are not the request's grid, bit for bit")
     _check_timesteps(trajectory, [ask.request.sigmas[ask.request.stop_step], 0.0])
@@ -218,7 +201,7 @@ def _cut(reply: dict[str, Any], ask: Ask, adapter: ModelAdapter) -> tuple[Tensor
     plugin would send. (x_{k+1} - x_k) / (sigma_{k+1} - sigma_k) would carry the rounding of x_{k+1}, amplified.
     """
     stop, grid = ask.request.stop_step, _grid(ask.request)
-    trajectory = _map(reply.get("dit_trajectory"), "dit_trajectory")
+    trajectory = read_map(reply.get("dit_trajectory"), "dit_trajectory")
     sigmas = _tensor(trajectory.get("sigmas"), "sigmas")
     if not _same_bits(sigmas, grid):
         raise EngineError(
@@ -227,7 +210,7 @@ def _cut(reply: dict[str, Any], ask: Ask, adapter: ModelAdapter) -> tuple[Tensor
         )
     _check_timesteps(trajectory, [ask.request.sigmas[stop]])
     (x_k,) = _steps(trajectory, 1)
-    debug = _map(reply.get("rollout_debug_tensors"), "rollout_debug_tensors")
+    debug = read_map(reply.get("rollout_debug_tensors"), "rollout_debug_tensors")
     velocities = _tensor(debug.get("rollout_model_outputs"), "rollout_model_outputs")
     if velocities.ndim < 1 or len(velocities) != len(grid) - 1:
         raise WireError(f"rollout_model_outputs must hold {len(grid) - 1} steps, has shape {list(velocities.shape)}")
@@ -255,8 +238,8 @@ def _check_timesteps(trajectory: dict[str, Any], sigmas: Sequence[float]) -> Non
 
 
 def _conditioning(reply: dict[str, Any], ask: Ask, adapter: ModelAdapter) -> Conditioning:
-    environment = _map(reply.get("denoising_env"), "denoising_env")
-    found = _map(environment.get("pos_cond_kwargs"), "pos_cond_kwargs")
+    environment = read_map(reply.get("denoising_env"), "denoising_env")
+    found = read_map(environment.get("pos_cond_kwargs"), "pos_cond_kwargs")
     names = adapter.serving.conditioning_names
     if not set(names) <= found.keys() or (ask.plugin and found.keys() != set(names)):
         raise WireError(f"pos_cond_kwargs must have {sorted(names)}, got {_keys(found)}")
@@ -312,54 +295,7 @@ def _audio(reply: dict[str, Any], ask: Ask, adapter: ModelAdapter) -> tuple[Tens
         raise WireError(f"generated_audio: {error}") from error
 
 
-# -- handshake -----------------------------------------------------------------------------------------------
-
-
-def read_capabilities(
-    value: object, pipelines: Sequence[str], launch_id: str | None, forward_dtype: ForwardDtype, allow_untested: bool
-) -> Capabilities:
-    """The answer of `GET /miles_dmd2/capabilities`. EngineError: a server that must not be used, and why."""
-    try:
-        answer = _map(value, "capabilities")
-        worker = _map(answer.get("worker"), "worker")
-        missing = {"protocol", "sglang", "launch_id", "hooks"} - answer.keys()
-        missing |= {"hooks", "bypassed", "pipeline", "dtype", "offloaded", "sleeping"} - worker.keys()
-        if missing:
-            raise WireError(f"{sorted(missing)} missing")
-        hooks = {"HTTP process": _map(answer["hooks"], "hooks"), "worker": _map(worker["hooks"], "worker.hooks")}
-    except WireError as error:
-        raise EngineError(f"its capabilities cannot be read: {error}") from error
-    if answer["protocol"] != PROTOCOL:
-        raise EngineError(f"its plugin speaks protocol {answer['protocol']!r}, this trainer {PROTOCOL}: same version?")
-    if launch_id is not None and answer["launch_id"] != launch_id:
-        raise EngineError(f"another server answers: launch {answer['launch_id']!r}, started was {launch_id!r}")
-    check_version(answer["sglang"], allow_untested)
-    failed = [f"{name} ({where})" for where, found in hooks.items() for name, on in found.items() if on is not True]
-    failed += [f"all ({where})" for where, found in hooks.items() if not found]
-    if failed:
-        raise EngineError(f"{len(failed)} hooks of the plugin did not apply: {', '.join(failed)}")
-    if worker["bypassed"] != []:
-        raise EngineError(f"{worker['pipeline']} goes around the plugin's hooks, with {worker['bypassed']}")
-    if worker["offloaded"] is not False:
-        raise EngineError(
-            "it offloads layers of the transformer, which can then be neither updated nor put to sleep: start it with "
-            "--dit-layerwise-offload false, on a device that holds the model"
-        )
-    if worker["pipeline"] not in pipelines:
-        raise EngineError(f"it serves a {worker['pipeline']!r}, this model needs one of {list(pipelines)}")
-    if _DTYPES.get(worker["dtype"]) != forward_dtype:
-        raise EngineError(f"its transformer is {worker['dtype']!r}, the run computes in {forward_dtype}")
-    parameters = worker.get("parameters")
-    all_bf16, sleeping = worker["dtype"] == "torch.bfloat16", worker["sleeping"] is True
-    return Capabilities(True, all_bf16, sleeping, parameters if type(parameters) is int else None)
-
-
-def check_version(version: object, allow_untested: bool) -> None:
-    if not allow_untested and not (isinstance(version, str) and is_tested(version)):
-        raise EngineError(
-            f"it is SGLang {version!r}, tested are {TESTED}: install one of these, or give "
-            "--sglang-allow-untested-version"
-        )
+# -- answers of other routes ------------------------------------------------------------------------------------
 
 
 def parse_json(body: bytes) -> object:
@@ -447,7 +383,8 @@ def _expect(found: object, expected: object, where: str) -> None:
         raise WireError(f"{where} is {found!r}, expected {expected!r}")
 
 
-def _map(value: object, where: str) -> dict[str, Any]:
+def read_map(value: object, where: str) -> dict[str, Any]:
+    """WireError: not a map."""
     if not isinstance(value, dict):
         raise WireError(f"{where} must be a map, got {_keys(value)}")
     return value
