@@ -132,6 +132,7 @@ class Chain:
         """more: further words of the command, as the undisturbed run has them."""
         self.workspace, self.run_dir, self.rollouts, self.say, self.more = workspace, run_dir, rollouts, say, more
         self.drivers: list[int] = []
+        self.there = set(sessions())  # of others, whose process ids this chain's drivers may have again
         self.before: list[int] = []  # processes of runs that were killed
 
     def disturb(self, cell: Cell, rollout: int) -> None:
@@ -261,8 +262,13 @@ class Chain:
         assert not list((self.run_dir / "checkpoints").glob(".*.partial"))
         until(lambda: not alive(self.before), RAY_GONE, f"of {self.before} some live on")
         sweep_sessions()  # as the next start does
-        left = [path for pid in self.drivers for path in Path("/tmp").glob(f"md2-ray-{pid}-*")]
+        left = [path for pid in self.drivers for path in sessions(pid) if path not in self.there]
         assert not left, left
+
+
+def sessions(driver: int | str = "*") -> list[Path]:
+    """Directories of Ray in /tmp, of one driver or of all."""
+    return list(Path("/tmp").glob(f"md2-run-{driver}-*"))
 
 
 def aloud(capsys: pytest.CaptureFixture[str]) -> Callable[[str], None]:
