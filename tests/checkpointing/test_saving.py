@@ -124,6 +124,25 @@ def test_a_failed_save_leaves_the_last_checkpoint_and_says_so_and_the_next_try_s
     assert [path.name for path in tmp_path.iterdir()] == ["step_000005"]
 
 
+def test_what_must_be_there_first_comes_when_all_is_written_and_nothing_has_its_name(tmp_path: Path) -> None:
+    seen: list[list[str]] = []
+
+    def before() -> None:
+        seen.append(sorted(path.name for path in tmp_path.glob(".step_000005.partial/*")))
+        assert not (tmp_path / "step_000005").exists()
+
+    saving(tmp_path)(5, GROUPS, before)
+    assert seen == [["actor", "critic"]]
+    assert (tmp_path / "step_000005" / "manifest.json").exists()
+
+    def fails() -> None:
+        raise OSError("no room for the row")
+
+    with pytest.raises(CheckpointError, match=r"step_000004 was not written: no room for the row"):
+        saving(tmp_path)(4, GROUPS, fails)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000005"]
+
+
 def test_an_interrupted_save_is_no_checkpoint_either(tmp_path: Path) -> None:
     stopped = FileGroup("actor", "actor", fail=KeyboardInterrupt())  # type: ignore[arg-type]
     with pytest.raises(KeyboardInterrupt):
