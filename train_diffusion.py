@@ -23,11 +23,11 @@ from miles_dmd2.checkpointing import (
     Retention,
     RunFacts,
     continue_from,
-    prompts_hash,
     sweep,
 )
 from miles_dmd2.checkpointing.manifest import schedule_facts
 from miles_dmd2.cli.checks import check_canvas, check_family, check_reward_and_reference, check_sglang
+from miles_dmd2.cli.contents import contents
 from miles_dmd2.cli.rollout_only import rollout_only
 from miles_dmd2.cli.student import check_student, student_grid, student_sampling
 from miles_dmd2.config import (
@@ -62,8 +62,6 @@ from miles_dmd2.stopping import StopRequest
 
 if TYPE_CHECKING:
     from miles_dmd2.models.base import ModelAdapter
-
-    pass
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
@@ -133,23 +131,34 @@ def check(config: Config, trainers: Sequence[TrainerSpec]) -> tuple[Continued | 
 
 def run_facts(config: Config, trainers: Sequence[TrainerSpec]) -> RunFacts:
     """What a checkpoint says of this run beside its options."""
-    prompts = load_prompts(config.rollout.prompt_data)
     return RunFacts(
         seed=config.run.seed,
         rollout_seed=config.rollout_seed,
-        prompts=len(prompts),
-        prompts_sha256=prompts_hash(prompts),
+        prompts=len(load_prompts(config.rollout.prompt_data)),
         prompts_per_rollout=config.rollout.rollout_batch_size,
         samples_per_rollout=config.samples_per_rollout,
         ema_decay=config.algorithm.student_ema_decay,
         schedules={spec.name: schedule_facts(spec) for spec in trainers},
+        contents=contents(config, trainers),
         machine=machine_facts(config),
     )
 
 
 def machine_facts(config: Config) -> dict[str, str]:
-    """What the bits depend on beside options and packages."""
-    return {"torch threads": str(config.threads), "machine": platform.machine()}
+    """What the bits depend on beside options, files and packages."""
+    import torch
+
+    from miles_dmd2.engines.sglang.environment import check_version
+
+    facts = {"torch threads": str(config.threads), "machine": platform.machine()}
+    if config.cluster.device == "cpu":
+        facts["instructions"] = torch.backends.cpu.get_cpu_capability()
+    elif config.cluster.ray_address is None:
+        facts["GPU"] = torch.cuda.get_device_name(0)
+    own = config.sglang
+    if own.sglang_python is not None:
+        facts["SGLang"] = check_version(own.sglang_python, own.sglang_allow_untested_version)
+    return facts
 
 
 def run(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from miles_dmd2.config.clock import EVERY_ROLLOUT, StudentClock
@@ -33,7 +34,8 @@ class Evaluation(Protocol):
 class Checkpoints(Protocol):
     def due(self, completed: int) -> bool: ...
 
-    def __call__(self, completed: int, groups: Sequence[TrainerGroup]) -> None: ...
+    def __call__(self, completed: int, groups: Sequence[TrainerGroup], before: Callable[[], None] = ...) -> None:
+        """`before` is called when all of it is written and it is no checkpoint yet: what must not be missing then."""
 
 
 class RequestSource(Protocol):
@@ -92,13 +94,14 @@ def train(
                                     weights = group.export_weights()
                             external[group.name] = result.external
                             metrics |= _prefixed(group.name, result)
+                    phases = ("sync", "generate", *(group.name for group in groups))
+                    log = partial(_log, sink, clock, rollout_id, metrics, len(batch.sample_ids), phases)
                     if checkpoints.due(done.rollouts):
                         done.saved = True  # or failed to be: there is no second try
                         with clock(rollout_id, "save"):
-                            checkpoints(done.rollouts, groups)
-                    seconds = clock.take()
-                    phases = ("sync", "generate", *(group.name for group in groups))
-                    sink.metrics(rollout_id, metrics | throughput(len(batch.sample_ids), seconds, phases) | seconds)
+                            checkpoints(done.rollouts, groups, partial(_before, engines, log))
+                    else:
+                        log()
                     del batch, external, result  # the object store may drop them before the next rollout is generated
             if evaluation.due(rollouts.stop):
                 with awake(engines):
@@ -228,6 +231,25 @@ def _counted(engines: Engines, windows: Sequence[Sequence[RolloutRequest]]) -> d
     requests = [request for window in windows for request in window]
     planned = sum(1 if request.real_latent is not None else request.stop_step + 1 for request in requests)
     return counts | {"rollout/forwards_over_plan": counts["rollout/forwards"] - planned}
+
+
+def _log(
+    sink: Sink,
+    clock: PhaseClock,
+    rollout_id: int,
+    metrics: Mapping[str, float],
+    samples: int,
+    phases: Sequence[str],
+) -> None:
+    """A rollout's row."""
+    seconds = clock.take()
+    sink.metrics(rollout_id, dict(metrics) | throughput(samples, seconds, phases) | seconds)
+
+
+def _before(engines: Engines, log: Callable[[], None]) -> None:
+    """A run that goes on from a checkpoint repeats nothing of before it: rows and eval files are there first."""
+    engines.settle()
+    log()
 
 
 def _prefixed(name: str, result: TrainResult) -> dict[str, float]:

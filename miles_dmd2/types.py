@@ -183,6 +183,9 @@ class Engines(Protocol):
     def evaluate(self, requests: Sequence[RolloutRequest], rollout_id: int, kind: WeightKind) -> Mapping[str, float]:
         """Generate with decoded media, keep pictures in the run directory, return the eval metric's figures."""
 
+    def settle(self) -> None:
+        """Return when the files of all evals so far are on the disk. One that cannot be written ends no run."""
+
     def metrics(self) -> Mapping[str, float]:
         """Counts since the last call: `samples`, student `forwards` per sample, and of engines that can fail by
         themselves `faults` (failed attempts), `retries`, `restarts` and engines `dropped` for good (evals' too)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,6 +93,9 @@ class Engines:
     def evaluate(self, requests: Sequence[RolloutRequest], rollout_id: int, kind: WeightKind) -> Mapping[str, float]:
         raise NotImplementedError
 
+    def settle(self) -> None:
+        pass
+
     def metrics(self) -> Mapping[str, float]:
         new, self.forwards = self.engine.forward_count - self.forwards, self.engine.forward_count
         samples, self.samples = len(self.requests) - self.samples, len(self.requests)
@@ -164,8 +167,9 @@ class Checkpoints:
     def due(self, completed: int) -> bool:
         return completed == self.at
 
-    def __call__(self, completed: int, groups: Sequence[Group]) -> None:
+    def __call__(self, completed: int, groups: Sequence[Group], before: Callable[[], None] = lambda: None) -> None:
         self.counters = {group.name: group.save(self.directory).counters for group in groups}
+        before()
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 TOP = "miles_dmd2"
 TYPING_ONLY = {"TYPE_CHECKING", "typing.TYPE_CHECKING"}
 
-LAYER_0 = {"types", "config", "observability", "run_directory", "stopping"}
+LAYER_0 = {"types", "config", "observability", "run_directory", "private_directory", "stopping"}
 LAYER_1 = {"algo", "data", "checkpointing"}
 DOWN_TO_1 = LAYER_0 | LAYER_1
 DOWN_TO_2 = DOWN_TO_1 | {"models"}
@@ -27,6 +27,7 @@ INSIDE: dict[str, set[str]] = {
     "observability": {"types"},
     "config": {"types", "observability"},
     "run_directory": {"config"},
+    "private_directory": {"config"},
     "stopping": set(),
     "algo": set(),
     "data": LAYER_0 | {"algo"},
@@ -54,6 +55,7 @@ OUTSIDE: dict[str, set[str]] = {
     "observability": set(),
     "config": {"pydantic", "pydantic_core", "yaml"},
     "run_directory": set(),
+    "private_directory": set(),
     "stopping": set(),
     "algo": {"torch"},
     "checkpointing": set(),

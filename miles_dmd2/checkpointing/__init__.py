@@ -12,7 +12,6 @@ from miles_dmd2.checkpointing.manifest import (
     SavedGroup,
     config_hash,
     package_versions,
-    prompts_hash,
     read_manifest,
 )
 from miles_dmd2.checkpointing.resuming import Continued, continue_from, sound_beside
@@ -31,7 +30,6 @@ __all__ = [
     "continue_from",
     "merge_states",
     "package_versions",
-    "prompts_hash",
     "read_manifest",
     "sound_beside",
     "sweep",

@@ -6,7 +6,7 @@ import hashlib
 import importlib.metadata
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, get_args
@@ -15,7 +15,7 @@ from miles_dmd2 import __version__
 from miles_dmd2.types import GroupState, Role
 
 FORMAT = "miles_dmd2 checkpoint"
-SCHEMA = 2
+SCHEMA = 3
 MANIFEST = "manifest.json"
 DRAWS = "miles_dmd2/1"  # the scheme of keyed draws: algo/draws.py
 _PACKAGES = ("torch", "ray", "diffusers", "transformers", "safetensors")
@@ -50,18 +50,18 @@ class SavedGroup:
 class RunFacts:
     """What the numbers of a run depend on beside its options.
 
-    `prompts_sha256`: see `prompts_hash`. `schedules`: per trainer, what its learning rate follows. `machine`: kept
-    with the package versions; other values there are told, not refused.
+    `contents`: option -> SHA-256 of what the files that it names hold. `schedules`: per trainer, what its learning rate
+    follows. `machine`: kept with the package versions; other values there are told, not refused.
     """
 
     seed: int
     rollout_seed: int
     prompts: int
-    prompts_sha256: str
     prompts_per_rollout: int
     samples_per_rollout: int
     ema_decay: float
     schedules: Mapping[str, Mapping[str, Any]]
+    contents: Mapping[str, str]
     machine: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -72,7 +72,7 @@ class Manifest:
     directory: Path
     rollout: int
     weight_version: str
-    prompts_sha256: str
+    contents: Mapping[str, str]
     config: Mapping[str, Any]
     versions: Mapping[str, str]
     groups: Mapping[str, SavedGroup]
@@ -81,11 +81,6 @@ class Manifest:
 def config_hash(config: Mapping[str, Any]) -> str:
     """SHA-256 in hex of the config as sorted JSON."""
     return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
-
-
-def prompts_hash(prompts: Sequence[str]) -> str:
-    """SHA-256 in hex of the prompts in order, whatever file and format they come from."""
-    return hashlib.sha256(json.dumps(list(prompts)).encode()).hexdigest()
 
 
 def package_versions() -> dict[str, str]:
@@ -121,7 +116,6 @@ def manifest_content(
         "weight_version": f"raw@{updates}",
         "prompts": {
             "count": facts.prompts,
-            "sha256": facts.prompts_sha256,
             "cursor": completed * facts.prompts_per_rollout,  # prompts read so far, over all epochs
         },
         "draws": {
@@ -133,6 +127,7 @@ def manifest_content(
         },
         "ema": {"decay": facts.ema_decay, "updates": updates} if facts.ema_decay else None,
         "groups": groups,
+        "contents": dict(facts.contents),
         "config": dict(config),
         "config_hash": config_hash(config),
         "versions": {**package_versions(), **facts.machine},
@@ -189,7 +184,7 @@ def _manifest(directory: Path, content: Mapping[str, Any]) -> Manifest:
         directory=directory,
         rollout=content["rollout"],
         weight_version=str(content["weight_version"]),
-        prompts_sha256=str(content["prompts"]["sha256"]),
+        contents=dict(content["contents"]),
         config=dict(content["config"]),
         versions=dict(content["versions"]),
         groups=groups,

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from miles_dmd2.checkpointing.manifest import CheckpointError, Manifest, RunFacts, package_versions, read_manifest
 from miles_dmd2.checkpointing.saving import complete_steps, step_number
-from miles_dmd2.config.checks import find_checkpoint
+from miles_dmd2.config.checks import find_checkpoint, is_inside, refuse_samples
 from miles_dmd2.config.errors import ConfigError, show
-from miles_dmd2.config.resume import changes
+from miles_dmd2.config.resume import changes, other_contents
 from miles_dmd2.config.schema import Config
 from miles_dmd2.types import Role
 
@@ -36,6 +36,7 @@ def continue_from(path: Path, config: Config, roles: Mapping[str, Role], facts: 
     notes = _check_options(manifest, config, facts)
     _check_groups(manifest, roles)
     _check_position(manifest, config)
+    _check_media(manifest, config)
     now = {**package_versions(), **facts.machine}
     notes += [
         f"the checkpoint was written with {name} {before}, this is {now.get(name, 'nothing')}: bits may differ"
@@ -69,9 +70,11 @@ def _instead(damaged: Path) -> str:
 def _check_options(manifest: Manifest, config: Config, facts: RunFacts) -> list[str]:
     """Options that the numbers depend on are those of the checkpoint, or named; returns notes about these."""
     found = changes(manifest.config, config)
-    if facts.prompts_sha256 != manifest.prompts_sha256:
-        path = config.rollout.prompt_data
-        found["prompt_data"] = (f"--prompt-data {show(path)} holds other prompts than the checkpoint's run read", True)
+    found |= {
+        name: (text, True)
+        for name, text in other_contents(manifest.contents, facts.contents, config).items()
+        if name not in found
+    }
     allowed = {name.replace("-", "_") for name in config.run.allow_config_change}
     refused = [name for name, (_, counts) in found.items() if counts and name not in allowed]
     if refused:
@@ -93,6 +96,18 @@ def _check_groups(manifest: Manifest, roles: Mapping[str, Role]) -> None:
             f"--load {manifest.directory}: holds the trainers {held}, this run has {now}; name them in "
             "--trainer-config as they were"
         )
+
+
+def _check_media(manifest: Manifest, config: Config) -> None:
+    """Eval samples that are in --save-eval-media-dir are of the very run that goes on in its own directories."""
+    directory, run_dir = config.evaluation.save_eval_media_dir, config.run.run_dir
+    if directory is None:
+        return
+    before = manifest.config.get("save_eval_media_dir")
+    same = isinstance(before, str) and Path(before).resolve() == directory.resolve()
+    goes_on = any(is_inside(manifest.directory, own) for own in (run_dir, config.save_dir))
+    if not (goes_on and (same or is_inside(directory, run_dir))):
+        refuse_samples(directory)
 
 
 def _check_position(manifest: Manifest, config: Config) -> None:

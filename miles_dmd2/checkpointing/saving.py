@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,16 +34,22 @@ class IntervalCheckpoints:
     def due(self, completed: int) -> bool:
         return completed == self.last or (self.interval is not None and completed % self.interval == 0)
 
-    def __call__(self, completed: int, groups: Sequence[TrainerGroup]) -> None:
+    def __call__(
+        self, completed: int, groups: Sequence[TrainerGroup], before: Callable[[], None] = lambda: None
+    ) -> None:
         """Write the checkpoint after `completed` rollouts, unless it is there. Wakes nobody.
+
+        before: called when it is written, and has not its name yet.
 
         CheckpointError: it cannot be written. What was written of it is removed, and earlier ones are as they were.
         """
         if completed == self.start or completed in self._written:
+            before()
             return
         partial = begin_checkpoint(self.root, completed)
         try:
             states = {group.name: (group.role, group.save(partial)) for group in groups}
+            before()
             publish_checkpoint(partial, manifest_content(partial, completed, states, self.config, self.facts))
         except BaseException as error:
             shutil.rmtree(partial, ignore_errors=True)

@@ -111,6 +111,10 @@ class EngineWorker:
         """Evals so far whose files are not complete."""
         return self._sheets + ([] if self._media is None else self._media.failures())
 
+    def settled_media(self) -> list[str]:
+        """The same, when all files so far are written."""
+        return self._sheets + ([] if self._media is None else self._media.settled())
+
     def finish_media(self) -> list[str]:
         """The same, when the last file is written: nothing is evaluated afterwards."""
         return self._sheets + ([] if self._media is None else self._media.finish())
@@ -264,6 +268,19 @@ class RayEngineGroup:
         rewards = [reward for of_engine in self._all("new_rewards") for reward in of_engine]
         return figures | ({"reward_mean": statistics.fmean(rewards)} if rewards else {})
 
+    def settle(self) -> None:
+        """See `types.Engines`. An engine that is gone is told by its next call."""
+        if self._evaluated:
+            self._tell_or_doubt("settled_media")
+
+    def _tell_or_doubt(self, method: str) -> None:
+        """Not raised: whatever ends the run here is told by others, and training may be whole."""
+        try:
+            self._tell(method)
+        except RunError as error:
+            self.media_failures.append(f"the files of the last eval may not be complete: {error}")
+            logger.warning("%s", self.media_failures[-1])
+
     def _tell(self, method: str) -> None:
         """Keep and log what is new of the eval files that are not there."""
         (failures,) = self._wait([getattr(self._actors[0], method).remote()], "files of the evals")
@@ -276,10 +293,7 @@ class RayEngineGroup:
         try:
             if self._actors and self._evaluated:
                 self._timeout = self._timeout if self._idle else _CLOSE_SECONDS
-                self._tell("finish_media")
-        except RunError as error:  # not raised: whatever ends the run here is told by others, and training may be whole
-            self.media_failures.append(f"the files of the last eval may not be complete: {error}")
-            logger.warning("%s", self.media_failures[-1])
+                self._tell_or_doubt("finish_media")
         finally:
             self._end()
 

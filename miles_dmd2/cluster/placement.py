@@ -49,7 +49,11 @@ def place(num_nodes: int, ranks_per_node: int, device: str, timeout: float) -> P
     group = placement_group([{resource: 1}] * wanted, strategy="PACK")
     if not group.wait(timeout):
         remove_placement_group(group)
-        raise RunError(f"{wanted} devices were not free within {timeout:g} s; another job may hold them")
+        free = int(ray.available_resources().get(resource, 0))
+        raise RunError(
+            f"of the cluster's {available} devices ({resource}) {wanted} were not free within {timeout:g} s "
+            f"(--start-timeout), {free} are; others hold the rest: wait for them to end, or raise it"
+        )
     node_of = placement_group_table(group)["bundles_to_node_id"]
     per_node = Counter(node_of.values())
     if set(per_node.values()) != {ranks_per_node}:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import shutil
 import signal
 import socket
-import tempfile
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +19,17 @@ os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 starves a run besi
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # keeps CUDA_VISIBLE_DEVICES as the user set it
 
 import ray
-from ray._private import ray_constants
+from ray._private import ray_constants, services
 from torch import Tensor
 
 from miles_dmd2.cluster.failures import late, root_cause, summary_of, told
 from miles_dmd2.cluster.wire import unpack_tensors
 from miles_dmd2.config import ConfigError
-from miles_dmd2.config.environment import SESSION_ROOT
 from miles_dmd2.observability import RunError
+from miles_dmd2.private_directory import abandoned, private_directory
 from miles_dmd2.types import WeightUpdate
 
-_SESSION_PREFIX = "md2-ray-"
-_LOCK = "driver.lock"
+_SESSION_PREFIX = "md2-run-"
 _RAY = "r"  # Ray's part of a session: socket paths are short
 
 logger = logging.getLogger(__name__)
@@ -56,25 +55,20 @@ def ray_session(address: str | None, devices: int, device: str, connect_timeout:
             ray.shutdown()
         return
     sweep_sessions()
-    session = tempfile.mkdtemp(prefix=f"{_SESSION_PREFIX}{os.getpid()}-", dir=SESSION_ROOT)
-    lock = (Path(session) / f"{_LOCK}.new").open("w")
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    (Path(session) / f"{_LOCK}.new").rename(Path(session) / _LOCK)  # held before a run that starts now can see it
-    try:
-        with _on_loopback():
-            _init(
-                address="local",
-                num_cpus=max(devices, 1),
-                num_gpus=devices if device == "cuda" else 0,
-                include_dashboard=False,
-                _temp_dir=f"{session}/{_RAY}",  # Ray opens its directory to everybody, so it is inside of a private one
-            )
-        yield
-    finally:
-        ray.shutdown()
-        shutil.rmtree(session, ignore_errors=True)
-        lock.close()
-        sweep_sessions()  # those that were in use at the start
+    with private_directory(f"{_SESSION_PREFIX}{os.getpid()}-") as session:
+        try:
+            with _on_loopback(), _in_own_groups():
+                _init(
+                    address="local",
+                    num_cpus=max(devices, 1),
+                    num_gpus=devices if device == "cuda" else 0,
+                    include_dashboard=False,
+                    _temp_dir=str(session / _RAY),  # Ray opens its directory to everybody: it is in a private one
+                )
+            yield
+        finally:
+            ray.shutdown()
+    sweep_sessions()  # those that were in use at the start
 
 
 @contextmanager
@@ -95,6 +89,25 @@ def _on_loopback() -> Iterator[None]:
             del os.environ[variable]
         else:
             os.environ[variable] = given
+
+
+@contextmanager
+def _in_own_groups() -> Iterator[None]:
+    """Processes that Ray starts in this block lead process groups of their own.
+
+    A signal to the driver's whole group, as `timeout`, some schedulers and a terminal send it, then leaves Ray running
+    until the driver has saved. On Linux each of them ends with the driver by the kernel; elsewhere Ray ends them by
+    that very group, so there it stays as it is.
+    """
+    if sys.platform != "linux":
+        yield
+        return
+    plain = services.ConsolePopen
+    services.ConsolePopen = partial(plain, process_group=0)
+    try:
+        yield
+    finally:
+        services.ConsolePopen = plain
 
 
 def _started_cluster() -> str:
@@ -143,16 +156,13 @@ def _init(**options: Any) -> None:
 def sweep_sessions() -> None:
     """Remove session directories of drivers that are gone (Ray leaves them behind when its driver is killed).
 
-    A living driver holds its session's lock, which no other container or user can fake or take. Ray's own processes
-    outlive a killed driver for seconds, or a minute on a busy machine, and make what they write to anew: as long as one
-    of them runs the lock file stays, by which a later sweep finds the directory.
+    Ray's own processes outlive a killed driver for seconds, or a minute on a busy machine, and make what they write to
+    anew: a later sweep finds that.
     """
-    for path in SESSION_ROOT.glob(f"{_SESSION_PREFIX}*/{_LOCK}"):
-        with suppress(OSError), path.open("r") as lock:  # gone meanwhile, another user's, or in use
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path.parent / _RAY, ignore_errors=True)
-            if not _is_in_use(path.parent):
-                shutil.rmtree(path.parent, ignore_errors=True)
+    for session in abandoned(_SESSION_PREFIX):
+        shutil.rmtree(session / _RAY, ignore_errors=True)
+        if not _is_in_use(session):
+            shutil.rmtree(session, ignore_errors=True)
 
 
 def _is_in_use(session: Path) -> bool:

@@ -76,8 +76,8 @@ def check_run_dir(config: Config) -> None:
     for flag, path in (("--run-dir", run_dir), ("--save", save)):
         check_writable(path, flag)
     source = None if load is None else find_checkpoint(load)
-    continues_save = source is not None and _is_inside(source, save)
-    continues_run = continues_save or (source is not None and _is_inside(source, run_dir))
+    continues_save = source is not None and is_inside(source, save)
+    continues_run = continues_save or (source is not None and is_inside(source, run_dir))
     steps = [f"checkpoints/{step.name}" for _, step in _steps(run_dir / "checkpoints")]
     found = [name for name in (RUN_MARKER, MANIFEST) if (run_dir / name).exists()] + steps
     if found and not continues_run:
@@ -112,8 +112,14 @@ def check_eval_media(config: Config) -> None:
     if directory is None:
         return
     check_writable(directory, "--save-eval-media-dir")
+    if config.run.load is None:  # else see checkpointing/resuming.py
+        refuse_samples(directory)
+
+
+def refuse_samples(directory: Path) -> None:
+    """ConfigError if eval samples are in it."""
     held = next(iter(sorted(directory.glob("eval_*/index.jsonl"))), None)
-    if held is not None and config.run.load is None:
+    if held is not None:
         raise ConfigError(
             f"--save-eval-media-dir {show(directory)}: holds the samples of another run ({held.parent.name}); give a "
             "directory of its own, files to compare have the same names in both"
@@ -283,5 +289,5 @@ def _steps(directory: Path) -> Iterator[tuple[int, Path]]:
                 yield int(match[1]), child
 
 
-def _is_inside(path: Path, directory: Path) -> bool:
+def is_inside(path: Path, directory: Path) -> bool:
     return path.resolve().is_relative_to(directory.resolve())

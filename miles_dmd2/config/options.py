@@ -16,6 +16,18 @@ from miles_dmd2.config.schema import Config
 from miles_dmd2.config.section import LARGEST, LARGEST_SEED, Alone, Section
 from miles_dmd2.config.sglang import PassedOn
 
+# What these name may lie elsewhere in a run that goes on, if it is the same: see cli/contents.py.
+BY_CONTENT = frozenset(
+    {
+        "hf_checkpoint",
+        "dmd2_latents",
+        "prompt_data",
+        "custom_rm_path",
+        "eval_prompt_data",
+        "eval_metrics_path",
+    }
+)
+
 # A run may be continued with other values of these; all others are part of what the numbers depend on.
 RESUME_MAY_CHANGE = frozenset(
     {
@@ -24,17 +36,13 @@ RESUME_MAY_CHANGE = frozenset(
         "save_interval",
         "load",
         "num_rollout",
-        "prompt_data",  # its prompts may not: see checkpointing/resuming.py
         "keep_last",
         "keep_best",
         "keep_best_mode",
         "allow_config_change",
         "dump_bad_batch",
         "connect_timeout",
-        "eval_prompt_data",
         "eval_interval",
-        "eval_samples_per_prompt",
-        "eval_metrics_path",
         "probe_tolerance",
         "sglang_python",
         "rollout_engine_url",
@@ -237,7 +245,7 @@ def flatten(config: Config) -> dict[str, Any]:
 
 def may_change(*runs: Mapping[str, Any]) -> frozenset[str]:
     """The options that may differ between a run and one that continues it, given both as flat configs."""
-    free = RESUME_MAY_CHANGE
+    free = RESUME_MAY_CHANGE | BY_CONTENT
     for flat in runs:
         trainers = flat.get("trainer_config") or []
         schedules = {entry["args"].get("lr_schedule", flat.get("lr_schedule")) for entry in trainers}

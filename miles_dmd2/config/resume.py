@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from miles_dmd2.config.errors import show
@@ -11,6 +12,12 @@ from miles_dmd2.config.schema import Config
 
 # How many ranks share the work: trainer state is cut anew, and numbers differ by rounding. Told, not refused.
 LAYOUT = frozenset({"actor_num_nodes", "actor_num_gpus_per_node", "num_gpus"})
+
+_OTHER = {
+    "prompt_data": "holds other prompts than",
+    "eval_prompt_data": "holds other prompts than",
+    "trainer_config": "names a model directory that is not",
+}
 
 
 def changes(saved: Mapping[str, Any], config: Config) -> dict[str, tuple[str, bool]]:
@@ -31,6 +38,23 @@ def changes(saved: Mapping[str, Any], config: Config) -> dict[str, tuple[str, bo
         name: (text if counts else f"{text}: state is cut anew, bits differ by rounding", counts)
         for name, (text, counts) in found.items()
     }
+
+
+def other_contents(saved: Mapping[str, str], now: Mapping[str, str], config: Config) -> dict[str, str]:
+    """Option -> how what it names is not what the checkpoint's run read; both as option -> SHA-256."""
+    values = flatten(config)
+    found: dict[str, str] = {}
+    for name in dict.fromkeys([*saved, *now]):
+        flag = flag_of(name)
+        if name in now and name != "trainer_config":
+            flag += f" {show(Path(values[name]))}"
+        if name not in now:
+            found[name] = f"{flag} was given to the checkpoint's run and is not here"
+        elif name not in saved:
+            found[name] = f"{flag} was not given to the checkpoint's run"
+        elif saved[name] != now[name]:
+            found[name] = f"{flag} {_OTHER.get(name, 'is not')} what the checkpoint's run read"
+    return found
 
 
 def _trainers(before: list[Any], now: list[Any]) -> dict[str, tuple[str, bool]]:

@@ -34,6 +34,11 @@ class LatentFile:
             found.setdefault(prompt, []).append(row)
         return found
 
+    def digest(self) -> str:
+        """SHA-256 in hex of all of it."""
+        head = json.dumps([list(self.latents.shape), self.prompts, self.vae])
+        return hashlib.sha256(head.encode() + self.latents.contiguous().numpy().tobytes()).hexdigest()
+
 
 def write_latents(path: Path, content: LatentFile) -> None:
     """ValueError: the file exists, or a latent without its prompt, not fp32, not finite."""
@@ -46,7 +51,7 @@ def write_latents(path: Path, content: LatentFile) -> None:
         )
     if not bool(torch.isfinite(latents).all()):
         raise ValueError("latents are not finite")
-    metadata = {"format": _FORMAT, "prompts": json.dumps(prompts), "vae": content.vae, "sha256": _digest(content)}
+    metadata = {"format": _FORMAT, "prompts": json.dumps(prompts), "vae": content.vae, "sha256": content.digest()}
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file({"latents": latents.contiguous()}, path, metadata=metadata)
 
@@ -64,7 +69,7 @@ def read_latents(path: Path, flag: str = "--dmd2-latents") -> LatentFile:
     if metadata.get("format") != _FORMAT or latents is None:
         raise ConfigError(f"{flag} {show(path)}: holds no latents of the format {_FORMAT}; give {_WHAT}")
     content = LatentFile(latents, tuple(json.loads(metadata["prompts"])), metadata["vae"])
-    if _digest(content) != metadata["sha256"]:
+    if content.digest() != metadata["sha256"]:
         raise ConfigError(f"{flag} {show(path)}: its content is not what its hash says; encode it again")
     return content
 
@@ -82,8 +87,3 @@ def check_latents(path: Path, content: LatentFile, prompts: Sequence[str], shape
     missing = sorted(set(prompts) - set(content.prompts))
     if missing:
         raise ConfigError(f"{where}: no latent for {len(missing)} of the prompts ({show(missing[0])}); leave them out")
-
-
-def _digest(content: LatentFile) -> str:
-    head = json.dumps([list(content.latents.shape), content.prompts, content.vae])
-    return hashlib.sha256(head.encode() + content.latents.contiguous().numpy().tobytes()).hexdigest()

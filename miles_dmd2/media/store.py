@@ -61,6 +61,11 @@ class EvalMedia:
         """One line for each eval so far that is not complete on the disk."""
         return list(self._failures)
 
+    def settled(self) -> list[str]:
+        """Wait for everything so far. Returns `failures`."""
+        self._wait()
+        return self.failures()
+
     def finish(self) -> list[str]:
         """Wait for everything, end the threads. Returns `failures`."""
         self._wait()

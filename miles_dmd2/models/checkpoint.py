@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 FLAG = "--hf-checkpoint"
+_BLOCK = 4096
 
 
 def read_config(checkpoint: Path, name: str) -> dict[str, Any]:
@@ -42,3 +43,33 @@ def component_digest(checkpoint: Path, component: str) -> str:
         with file.open("rb") as stream:
             digest.update(file.name.encode() + hashlib.file_digest(stream, "sha256").digest())
     return digest.hexdigest()
+
+
+def pipeline_digest(checkpoint: Path) -> str:
+    """SHA-256 in hex over a pipeline's parts, as it must be the same for a run that goes on: names and contents of
+    model_index.json and of all files in its folders, but of a tensor the first and last 4 KiB alone. A training step
+    changes these too, and to read some hundred gigabytes would take longer than to load them.
+    """
+    digest = hashlib.sha256()
+    parts = [path for path in sorted(checkpoint.iterdir()) if path.is_dir() and not path.name.startswith(".")]
+    files = [file for part in parts for file in sorted(part.rglob("*")) if file.is_file()]
+    index = checkpoint / "model_index.json"
+    for file in [index, *files] if index.is_file() else files:
+        digest.update(f"{file.relative_to(checkpoint)}\0".encode())
+        with file.open("rb") as stream:
+            whole = file.suffix != ".safetensors"
+            digest.update(hashlib.file_digest(stream, "sha256").digest() if whole else _ends_of_tensors(stream))
+    return digest.hexdigest()
+
+
+def _ends_of_tensors(stream: BinaryIO) -> bytes:
+    """Of a safetensors file: length of the header in 8 bytes, little-endian, the header in JSON, the tensors."""
+    start = stream.read(8)
+    header = stream.read(int.from_bytes(start, "little"))
+    digest = hashlib.sha256(header)
+    tensors = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
+    for begin, end in sorted(tuple(entry["data_offsets"]) for entry in tensors.values()):
+        for at in (begin, max(begin, end - _BLOCK)):
+            stream.seek(8 + len(header) + at)
+            digest.update(stream.read(min(_BLOCK, end - at)))
+    return digest.digest()

@@ -64,21 +64,31 @@ class PhaseClock:
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
         self._seconds: dict[str, float] = {}
+        self._running: tuple[str, float] | None = None  # phase, and since when it is counted
 
     @contextmanager
     def __call__(self, rollout_id: int, name: str) -> Iterator[None]:
         self._sink.phase(rollout_id, name)
-        start = time.perf_counter()
+        self._running = (name, time.perf_counter())
         try:
             yield
         finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+            self._count()
+            self._running = None
 
     def take(self) -> dict[str, float]:
-        """Seconds since the last call, as metrics `time/<phase>`, and forget them."""
+        """Seconds since the last call, as metrics `time/<phase>`, and forget them; of a phase that runs, so far."""
+        self._count()
         taken = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
         self._seconds.clear()
         return taken
+
+    def _count(self) -> None:
+        if self._running is not None:
+            name, since = self._running
+            now = time.perf_counter()
+            self._seconds[name] = self._seconds.get(name, 0.0) + now - since
+            self._running = (name, now)
 
 
 def throughput(samples: int, seconds: Mapping[str, float], phases: Sequence[str]) -> dict[str, float]:

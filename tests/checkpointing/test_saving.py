@@ -18,7 +18,6 @@ from miles_dmd2.checkpointing import (
     RunFacts,
     config_hash,
     merge_states,
-    prompts_hash,
     read_manifest,
     sweep,
 )
@@ -34,11 +33,11 @@ FACTS = RunFacts(
     seed=3,
     rollout_seed=4,
     prompts=10,
-    prompts_sha256=prompts_hash(["a", "b"]),
     prompts_per_rollout=2,
     samples_per_rollout=16,
     ema_decay=0.9,
     schedules={"critic": {"lr": 1e-3, "lr_schedule": "cosine"}},
+    contents={"prompt_data": "abc"},
     machine={"torch threads": "1"},
 )
 GROUPS = [FileGroup("critic", "critic"), FileGroup("actor", "actor")]
@@ -57,7 +56,7 @@ def test_what_is_written_reads_back(tmp_path: Path) -> None:
     directory = write(tmp_path)
     manifest = read_manifest(directory)
     assert manifest.directory == directory
-    assert (manifest.rollout, manifest.weight_version, manifest.prompts_sha256) == (5, "raw@7", FACTS.prompts_sha256)
+    assert (manifest.rollout, manifest.weight_version, manifest.contents) == (5, "raw@7", FACTS.contents)
     assert manifest.config == CONFIG
     assert manifest.versions["torch"]
     assert (manifest.versions["miles_dmd2"], manifest.versions["torch threads"]) == (__version__, "1")
@@ -69,8 +68,8 @@ def test_what_is_written_reads_back(tmp_path: Path) -> None:
 
 def test_the_manifest_says_where_every_sequence_stands(tmp_path: Path) -> None:
     content = json.loads((write(tmp_path) / "manifest.json").read_text())
-    assert (content["format"], content["schema"]) == ("miles_dmd2 checkpoint", 2)
-    assert content["prompts"] == {"count": 10, "sha256": FACTS.prompts_sha256, "cursor": 5 * 2}
+    assert (content["format"], content["schema"]) == ("miles_dmd2 checkpoint", 3)
+    assert content["prompts"] == {"count": 10, "cursor": 5 * 2}
     assert content["draws"] == {
         "scheme": "miles_dmd2/1",
         "seed": 3,
@@ -83,11 +82,6 @@ def test_the_manifest_says_where_every_sequence_stands(tmp_path: Path) -> None:
     assert content["config_hash"] == hashlib.sha256(b'{"lr": 0.1, "name": "x"}').hexdigest()
     seal = content.pop("sha256")
     assert seal == hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def test_prompts_are_known_by_what_they_are() -> None:
-    assert prompts_hash(["a", "b"]) == hashlib.sha256(b'["a", "b"]').hexdigest()
-    assert len({prompts_hash(p) for p in (["a", "b"], ["b", "a"], ["a, b"], ["a"], ["a", "b", "b"])}) == 5
 
 
 def test_when_checkpoints_are_due() -> None:
@@ -127,6 +121,25 @@ def test_a_failed_save_leaves_the_last_checkpoint_and_says_so_and_the_next_try_s
     with pytest.raises(CheckpointError, match=r"step_000006 was not written: .*; step_000005 is the last complete one"):
         saving(tmp_path)(6, failing)
     assert read_manifest(tmp_path / "step_000005").rollout == 5
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000005"]
+
+
+def test_what_must_be_there_first_comes_when_all_is_written_and_nothing_has_its_name(tmp_path: Path) -> None:
+    seen: list[list[str]] = []
+
+    def before() -> None:
+        seen.append(sorted(path.name for path in tmp_path.glob(".step_000005.partial/*")))
+        assert not (tmp_path / "step_000005").exists()
+
+    saving(tmp_path)(5, GROUPS, before)
+    assert seen == [["actor", "critic"]]
+    assert (tmp_path / "step_000005" / "manifest.json").exists()
+
+    def fails() -> None:
+        raise OSError("no room for the row")
+
+    with pytest.raises(CheckpointError, match=r"step_000004 was not written: no room for the row"):
+        saving(tmp_path)(4, GROUPS, fails)
     assert [path.name for path in tmp_path.iterdir()] == ["step_000005"]
 
 
@@ -179,7 +192,7 @@ def two_files(content: dict) -> None:
         (lambda d: (d / "manifest.json").write_text("{"), r"cannot read .*manifest\.json"),
         (lambda d: (d / "manifest.json").write_text("[" * 100_000), r"cannot read .*manifest\.json"),
         (lambda d: (d / "manifest.json").write_text('{"schema": 1}'), "not of a checkpoint of miles_dmd2"),
-        (resealed(lambda c: c.update(schema=1)), "has schema 1, this version reads 2"),
+        (resealed(lambda c: c.update(schema=1)), "has schema 1, this version reads 3"),
         (resealed(lambda c: c.pop("groups")), r"is malformed \(KeyError"),
         (resealed(lambda c: c["config"].update(lr=0.2)), "config_hash is not the config's"),
         (resealed(two_files), "is malformed .*rank_00002_of_00003"),

@@ -77,6 +77,19 @@ def test_a_failure_is_known_at_the_next_eval_and_told_once(
     assert [record.message for record in caplog.records] == ["raw 0: full", "raw 5: full"]
 
 
+def test_before_a_checkpoint_all_files_so_far_are_there_or_known_not_to_be(waits: list[tuple[str, float]]) -> None:
+    engines, actor = group(settled_media=["raw 5: full"])
+    engines.settle()
+    assert actor.asked == []  # nothing was evaluated
+    engines.evaluate([REQUEST], 5, "raw")
+    engines.settle()
+    assert actor.asked[-1] == "settled_media"
+    assert engines.media_failures == ["raw 5: full"]
+    actor.answers["settled_media"] = RunError("engine_0 is gone")
+    engines.settle()  # the checkpoint is written all the same
+    assert engines.media_failures[1:] == ["the files of the last eval may not be complete: engine_0 is gone"]
+
+
 def test_a_run_without_evals_waits_for_nothing(waits: list[tuple[str, float]]) -> None:
     engines, actor = group()
     engines.generate([[REQUEST]])

@@ -68,6 +68,9 @@ class FakeEngines:
         self.log.add(f"engines.evaluate({self.served})")
         return {"accuracy": 0.5}
 
+    def settle(self) -> None:
+        self.log.add("engines.settle")
+
     def metrics(self) -> Mapping[str, float]:
         return {"samples": 4.0, "forwards": 8.0}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,8 @@ class NoCheckpoints:
     def due(self, completed: int) -> bool:
         return self.every is not None and completed % self.every == 0
 
-    def __call__(self, completed: int, groups: object) -> None:
+    def __call__(self, completed: int, groups: object, before: Callable[[], None] = lambda: None) -> None:
+        before()
         self.log.add(f"checkpoint({completed})")
 
 
@@ -96,6 +98,26 @@ def test_a_run_resumed_between_student_steps_goes_on_with_the_same_clock() -> No
     assert [batch.rollout_id for batch in groups[1].batches] == [4]
 
 
+class LoggingSink(RecordingSink):
+    def __init__(self, log: Log) -> None:
+        super().__init__()
+        self.log = log
+
+    def metrics(self, rollout_id: int, values: Mapping[str, float]) -> None:
+        super().metrics(rollout_id, values)
+        self.log.add(f"row({rollout_id})")
+
+
+def test_whoever_goes_on_from_a_checkpoint_finds_the_rows_and_eval_files_of_before() -> None:
+    """Killed at any point: what is there but not in a checkpoint is made again, what is missing would stay so."""
+    log = Log()
+    groups, sink = [FakeGroup(log, "critic", "critic"), FakeGroup(log, "actor", "actor")], LoggingSink(log)
+    train(range(3), source, FakeEngines(log), groups, NoEvaluation(), NoCheckpoints(log, 2), sink, StopRequest())
+    last = [event for event in log.events if event.startswith(("row", "checkpoint", "engines.settle"))]
+    assert last == ["row(0)", "engines.settle", "row(1)", "checkpoint(2)", "row(2)"]
+    assert "time/save" in sink.rows[1]
+
+
 def test_external_data_reaches_every_later_group_and_no_earlier_one() -> None:
     log, sink = Log(), RecordingSink()
     names = [("critic", "critic"), ("judge", "critic"), ("actor", "actor")]
@@ -136,7 +158,7 @@ def test_a_resumed_run_starts_where_it_is_told_and_checkpoints_when_everyone_sle
     groups, _, _ = run(log, rollouts=range(3, 5), every=4)
     assert [batch.rollout_id for batch in groups[0].batches] == [3, 4]
     at = log.events.index("checkpoint(4)")
-    assert log.events[at - 1 : at + 2] == ["actor.sleep", "checkpoint(4)", "engines.wake"]
+    assert log.events[at - 2 : at + 2] == ["actor.sleep", "engines.settle", "checkpoint(4)", "engines.wake"]
 
 
 @pytest.mark.parametrize(
@@ -191,8 +213,8 @@ def test_a_save_that_fails_as_well_does_not_hide_what_failed_first(caplog: pytes
     groups = [FakeGroup(log, "critic", "critic"), FakeGroup(log, "actor", "actor")]
 
     class Full(NoCheckpoints):
-        def __call__(self, completed: int, groups: object) -> None:
-            super().__call__(completed, groups)
+        def __call__(self, completed: int, groups: object, before: Callable[[], None] = lambda: None) -> None:
+            super().__call__(completed, groups, before)
             raise OSError("disk full")
 
     with pytest.raises(RunError, match="all engines are dead"):

@@ -42,7 +42,8 @@ class Saving:
     def due(self, completed: int) -> bool:
         return False
 
-    def __call__(self, completed: int, groups: object) -> None:
+    def __call__(self, completed: int, groups: object, before: Callable[[], None] = lambda: None) -> None:
+        before()
         assert not self.log.awake - {"engines"}, "a group is awake while it is saved"
         self.log.add(f"checkpoint({completed})")
 
@@ -91,9 +92,9 @@ def test_a_request_while_the_rollouts_done_are_saved_after_a_failure_waits_for_t
     saved: list[str] = []
 
     class Slow(Saving):
-        def __call__(self, completed: int, groups: object) -> None:
+        def __call__(self, completed: int, groups: object, before: Callable[[], None] = lambda: None) -> None:
             stop.receive()
-            super().__call__(completed, groups)
+            super().__call__(completed, groups, before)
             saved.append("to its end")
 
     groups = [FakeGroup(log, "critic", "critic"), FakeGroup(log, "actor", "actor")]
@@ -109,7 +110,7 @@ def test_after_a_request_a_save_that_fails_is_told() -> None:
     log.at = {"engines.generate(raw@2)": stop.receive}
 
     class Full(Saving):
-        def __call__(self, completed: int, groups: object) -> None:
+        def __call__(self, completed: int, groups: object, before: Callable[[], None] = lambda: None) -> None:
             raise OSError("disk full")
 
     groups = [FakeGroup(log, "critic", "critic"), FakeGroup(log, "actor", "actor")]

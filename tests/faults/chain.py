@@ -5,6 +5,7 @@ Every checkpoint must be, file by file, that of a run that nobody disturbed: wei
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -82,6 +83,7 @@ def command(workspace: Path, run_dir: Path, rollouts: int, *more: str) -> list[s
         "eval-prompt-data": workspace / "prompts.txt",
         "eval-metrics-path": f"{workspace / 'figures.py'}:figures",
         "eval-interval": 1,
+        "save-eval-media-dir": run_dir / "media",
         "rollout-batch-size": 2,
         "n-samples-per-prompt": 4,
         "num-steps-per-rollout": 2,
@@ -132,6 +134,7 @@ class Chain:
         """more: further words of the command, as the undisturbed run has them."""
         self.workspace, self.run_dir, self.rollouts, self.say, self.more = workspace, run_dir, rollouts, say, more
         self.drivers: list[int] = []
+        self.there = set(sessions())  # of others, whose process ids this chain's drivers may have again
         self.before: list[int] = []  # processes of runs that were killed
 
     def disturb(self, cell: Cell, rollout: int) -> None:
@@ -258,11 +261,18 @@ class Chain:
         for kind in ("raw", "ema"):
             (ours, other) = (weights(root / f"student_{kind}") for root in (self.run_dir, base))
             assert ours == other, f"student_{kind} differs"
+        ours, other = (files(root / "media") for root in (self.run_dir, base))
+        assert ours == other, f"eval files differ: {sorted(ours.items() ^ other.items())}"
         assert not list((self.run_dir / "checkpoints").glob(".*.partial"))
         until(lambda: not alive(self.before), RAY_GONE, f"of {self.before} some live on")
         sweep_sessions()  # as the next start does
-        left = [path for pid in self.drivers for path in Path("/tmp").glob(f"md2-ray-{pid}-*")]
+        left = [path for pid in self.drivers for path in sessions(pid) if path not in self.there]
         assert not left, left
+
+
+def sessions(driver: int | str = "*") -> list[Path]:
+    """Directories of Ray in /tmp, of one driver or of all."""
+    return list(Path("/tmp").glob(f"md2-run-{driver}-*"))
 
 
 def aloud(capsys: pytest.CaptureFixture[str]) -> Callable[[str], None]:
@@ -289,6 +299,12 @@ def rows(run_dir: Path) -> list[dict[str, Any]]:
     """The metrics without seconds and bytes."""
     lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     return [without_machine(row) for row in lines]
+
+
+def files(directory: Path) -> dict[str, str]:
+    """Path -> SHA-256 of every file."""
+    paths = [path for path in directory.rglob("*") if path.is_file()]
+    return {str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 
 
 def weights(pipeline: Path) -> bytes:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import gc
 import json
 import threading
+import time
 import weakref
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from miles_dmd2.media import video
+from miles_dmd2.media import store, video
 from miles_dmd2.media.names import sample_name
 from miles_dmd2.media.store import EvalMedia, KeptMedia, read_index
 from miles_dmd2.types import RolloutSample, WeightVersion
@@ -150,6 +152,22 @@ def test_writing_goes_on_behind_the_caller_and_holds_media_no_longer_than_it_tak
     gc.collect()
     assert all(ref() is None for ref in alive)
     assert len(read_index(tmp_path / "eval_000000" / "index.jsonl")) == 3
+
+
+def test_settled_means_that_all_so_far_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = store.write_picture
+
+    def slowly(*arguments: Any) -> None:
+        time.sleep(0.3)
+        plain(*arguments)
+
+    monkeypatch.setattr(store, "write_picture", slowly)
+    media = EvalMedia(KeptMedia(tmp_path, 8.0))
+    for rollout in (0, 5):
+        media.keep([sample(0)], rollout, "raw")
+        assert media.settled() == []
+        assert len(read_index(tmp_path / f"eval_{rollout:06d}" / "index.jsonl")) == 1
+    media.finish()
 
 
 def test_one_bad_sample_is_told_and_the_others_are_there(tmp_path: Path) -> None:

@@ -148,11 +148,11 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.usefixtures("_orphans_come_here")
 def test_a_run_and_one_whose_server_is_killed(workspace: Path, qwen_pipeline: Path, sglang_python: Path) -> None:
-    before, weights_before = living_children(), set(Path("/dev/shm").glob("miles_dmd2_weights_*"))
+    before, weights_before = living_children(), set(Path("/dev/shm").glob("md2-weights-*"))
     plain = run(workspace, "plain", qwen_pipeline, sglang_python)
     assert plain.code == 0, plain.err
     wait_until_gone(before)
-    assert not set(Path("/dev/shm").glob("miles_dmd2_weights_*")) - weights_before  # others' may go meanwhile
+    assert not set(Path("/dev/shm").glob("md2-weights-*")) - weights_before  # others' may go meanwhile
     source = TrainingRequests(PROMPTS, 2, 4, 2, grid(3, 1.0), "per_sample", 0)
     for rollout_id, row in enumerate(plain.rows()):
         assert row["rollout/samples"] == 8

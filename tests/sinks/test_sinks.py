@@ -94,6 +94,15 @@ def test_phase_clock_adds_up_and_forgets(monkeypatch: pytest.MonkeyPatch) -> Non
     assert clock.take() == {}
 
 
+def test_a_phase_that_runs_counts_up_to_where_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([1.0, 4.0, 9.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(times))
+    clock = PhaseClock(ConsoleSink(0, 1, io.StringIO()))
+    with clock(0, "save"):
+        assert clock.take() == {"time/save": 3.0}
+    assert clock.take() == {"time/save": 5.0}
+
+
 def test_throughput_is_of_the_phases_that_train() -> None:
     """An eval and a checkpoint of an hour each slow nothing down."""
     seconds = {"time/sync": 1.0, "time/generate": 4.0, "time/critic": 3.0, "time/actor": 2.0, "time/eval": 3600.0}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import http.client
 import queue
 import random
@@ -10,23 +9,20 @@ import select
 import shutil
 import socket
 import subprocess
-import tempfile
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
-from miles_dmd2.config.environment import SESSION_ROOT
 from miles_dmd2.engines.base import EngineError
+from miles_dmd2.private_directory import abandoned, private_directory
 
 # Every second one, because a server takes pairs. Below what Linux hands out, above what Ray's workers take.
 _PORTS = range(20_000, 30_000, 2)
 _PREFIX = "md2-sglang-"
-_LOCK = "owner.lock"
 
 
 @dataclass(frozen=True)
@@ -56,21 +52,14 @@ def free_ports() -> Ports:
     raise EngineError(f"found no three pairs of free ports from {_PORTS[0]} to {_PORTS[-1] + 1}")
 
 
-def private_folder() -> tuple[Path, IO[str]]:
-    """A directory for one server's temporary files, and the open lock that says that we are alive.
+def temporary_files() -> AbstractContextManager[Path]:
+    """A directory for one server's temporary files, in /tmp because a path of a socket in it may have 107 bytes.
 
-    In /tmp, because a path of a socket in it may have 107 bytes. Directories of owners that were killed are removed:
-    a living one holds its lock.
+    Those whose owners were killed are removed on the way.
     """
-    for path in SESSION_ROOT.glob(f"{_PREFIX}*/{_LOCK}"):
-        with suppress(OSError), path.open("r") as lock:  # gone meanwhile, another user's, or in use
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path.parent, ignore_errors=True)
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=SESSION_ROOT))
-    held = (folder / "new.lock").open("w")
-    fcntl.flock(held, fcntl.LOCK_EX)
-    Path(held.name).rename(folder / _LOCK)  # locked from the moment that others look for it
-    return folder, held
+    for left in abandoned(_PREFIX):
+        shutil.rmtree(left, ignore_errors=True)
+    return private_directory(_PREFIX)
 
 
 def spawn(command: list[str], environment: Mapping[str, str], output: int) -> subprocess.Popen[bytes]:

@@ -13,20 +13,19 @@ import logging
 import os
 import re
 import secrets
-import shutil
 import signal
 import subprocess
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Protocol
+from typing import Protocol
 
 from miles_dmd2.engines.base import EngineError
 from miles_dmd2.engines.sglang.environment import server_environment, write_plugin
-from miles_dmd2.engines.sglang.process import Ports, free_ports, get, has_ended, members_of, private_folder, spawn
+from miles_dmd2.engines.sglang.process import Ports, free_ports, get, has_ended, members_of, spawn, temporary_files
 
 START_TRIES = 3  # when a port is taken between our look and the server's bind, which is half a minute later
 _TERM_SECONDS = 10.0  # SIGTERM waits for the running request, however long
@@ -157,7 +156,7 @@ class ManagedServer(Server):
         self._launch = launch
         self._process: subprocess.Popen[bytes] | None = None
         self._worker: int | None = None  # a pidfd: it cannot come to mean another process
-        self._folder: tuple[Path, IO[str]] | None = None
+        self._files = ExitStack()  # on disk, of the server that runs
         self._url = ""
         self._launch_id: str | None = None
         self._log_start = 0
@@ -242,8 +241,8 @@ class ManagedServer(Server):
         host = everywhere.get(launch.host, launch.host)
         self._url = f"http://[{host}]:{ports.http}" if ":" in host else f"http://{host}:{ports.http}"
         self._launch_id = secrets.token_hex(8)
-        self._folder = private_folder()
-        plugin, temporary = self._folder[0] / "plugin", self._folder[0] / "t"
+        folder = self._files.enter_context(temporary_files())
+        plugin, temporary = folder / "plugin", folder / "t"
         write_plugin(plugin)
         temporary.mkdir()
         environment = server_environment(
@@ -333,11 +332,8 @@ class ManagedServer(Server):
             self._kill_group(process)
         if self._worker is not None:
             os.close(self._worker)
-        if self._folder is not None:
-            folder, lock = self._folder
-            shutil.rmtree(folder, ignore_errors=True)
-            lock.close()
-        self._process = self._worker = self._folder = None
+        self._files.close()
+        self._process = self._worker = None
 
     def _kill_group(self, process: subprocess.Popen[bytes]) -> None:
         """SIGKILL to whoever is left. EngineError if that does not end them."""

@@ -8,7 +8,6 @@ shapes and values are checked here before anything is sent, and its "success" is
 from __future__ import annotations
 
 import base64
-import fcntl
 import io
 import os
 import pickle
@@ -17,9 +16,10 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -30,12 +30,12 @@ from miles_dmd2.config.sglang import SHARED_MEMORY
 from miles_dmd2.engines.base import EngineError
 from miles_dmd2.engines.sglang.wire import WireError
 from miles_dmd2.engines.sglang_plugin.protocol import tensor_digest, weights_digest
+from miles_dmd2.private_directory import abandoned, private_directory
 from miles_dmd2.types import WeightUpdate
 
 MODULE = "transformer"
 BUCKET_BYTES = 512 * 2**20  # of weights in one request
-_PREFIX = "miles_dmd2_weights_"
-_LOCK = "in_use"
+_PREFIX = "md2-weights-"
 _ALIGNMENT = 256  # bytes, of each tensor in a bucket on a GPU: what the allocator itself gives
 _NAMES_SHOWN = 8
 
@@ -147,8 +147,10 @@ class WeightStore:
         place = directory
         try:
             place = _place(directory, 2 * update_bytes)
-            _sweep(place)
-            self._root, self._lock = _locked(place)
+            for left in abandoned(_PREFIX, place):
+                shutil.rmtree(left, ignore_errors=True)
+            self._held = ExitStack()
+            self._root = self._held.enter_context(private_directory(_PREFIX, place))
         except OSError as error:
             raise EngineError(f"--sglang-weight-directory {place}: cannot be used: {error}") from error
 
@@ -178,8 +180,7 @@ class WeightStore:
         shutil.rmtree(directory)
 
     def close(self) -> None:
-        shutil.rmtree(self._root, ignore_errors=True)
-        self._lock.close()
+        self._held.close()
 
 
 def _place(directory: Path | None, needed: int) -> Path:
@@ -197,27 +198,6 @@ def _place(directory: Path | None, needed: int) -> Path:
         f"--sglang-weight-directory: two copies of the weights need {needed / 2**30:.2f} GiB, {rooms}: "
         "give a directory with more room"
     )
-
-
-def _locked(base: Path) -> tuple[Path, IO[str]]:
-    """A new directory and the lock on it, which the kernel drops when this process ends. Named last: see `_sweep`."""
-    hidden = Path(tempfile.mkdtemp(prefix=".new_", dir=base))
-    lock = (hidden / _LOCK).open("w")
-    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return hidden.rename(base / f"{_PREFIX}{secrets.token_hex(8)}"), lock
-
-
-def _sweep(base: Path) -> None:
-    """Remove what processes of this user left behind when they were killed."""
-    for left in base.glob(f"{_PREFIX}*"):
-        try:
-            if left.stat().st_uid != os.getuid():
-                continue
-            with (left / _LOCK).open("a") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(left)
-        except (BlockingIOError, FileNotFoundError):  # in use; or removed by someone else at this moment
-            continue
 
 
 def _digest(tensor: Tensor) -> str:
