@@ -12,6 +12,7 @@ from miles_dmd2.engines.local import LocalEngine
 from miles_dmd2.engines.sglang.engine import SGLangEngine, SGLangSettings
 from miles_dmd2.models.qwen_image import QwenImageAdapter
 from tests.engines.contract import GRID, EngineContract, Harness, real_latents, stacked
+from tests.engines.simulation import Another, SimulationContract
 from tests.tiny_qwen import PROMPTS, SIZE
 
 pytestmark = pytest.mark.sglang
@@ -29,10 +30,15 @@ def shared(server: Any, qwen_pipeline: Path) -> Iterator[Harness]:
     engine.close()
 
 
-class TestSGLangEngine(EngineContract):
+class TestSGLangEngine(EngineContract, SimulationContract):
     @pytest.fixture
     def harness(self, shared: Harness) -> Harness:
         return shared
+
+    @pytest.fixture
+    def another(self, shared: Harness, server: Any) -> Another:
+        settings = SGLangSettings(require_plugin=True)
+        return lambda real: SGLangEngine(shared.adapter, [server], settings, real_latents=real)
 
 
 @pytest.fixture
