@@ -74,8 +74,13 @@ def test_batches_are_cut_by_stop_step_and_size(own: Harness, adapter: Counting) 
     assert len(samples) == 9
 
 
-def test_the_cut_into_batches_changes_rounding_only(own: Harness, adapter: Counting) -> None:
+@pytest.mark.parametrize("way", ["ode", "sde", "real latents"])
+def test_the_cut_into_batches_changes_rounding_only(own: Harness, adapter: Counting, way: str) -> None:
     requests = own.requests(*[2] * 7)
+    if way == "sde":
+        requests = [replace(request, sample_type="sde") for request in requests]
+    elif way == "real latents":
+        requests = [replace(request, real_latent=i % 3) for i, request in enumerate(requests)]
     at_once = harness_of(adapter, batch_size=64)
     at_once.load(0)
     cut, whole = (stacked(harness.engine.generate(requests), "x0") for harness in (own, at_once))
