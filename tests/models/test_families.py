@@ -331,9 +331,13 @@ def test_the_weights_that_an_engine_waits_for_are_those_that_an_actor_sends(
 
 def test_a_latent_comes_back_from_the_server_s_layout(adapter: ModelAdapter) -> None:
     x = normal(5, adapter.latent_shape)
-    assert torch.equal(adapter.serving.latent(adapter.serving.start(x)), x)
+    try:
+        serving = adapter.serving
+    except ValueError as error:  # a family that SGLang is not asked to serve
+        pytest.skip(str(error))
+    assert torch.equal(serving.latent(serving.start(x)), x)
     probe = Probe(x[None], torch.tensor([0.5]), adapter.probe_conditioning(), x[None])
-    assert torch.equal(adapter.serving.probe(probe)["x"], adapter.serving.start(x))
+    assert torch.equal(serving.probe(probe)["x"], serving.start(x))
 
 
 def test_shard_units_are_disjoint_and_hold_the_blocks(
