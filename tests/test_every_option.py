@@ -11,6 +11,7 @@ from typing import Literal, get_args, get_origin
 
 import pytest
 import torch
+import yaml
 
 from miles_dmd2.algo import normal
 from miles_dmd2.config.sections import AlgorithmSection, ModelSection, RolloutSection, TrainerSection
@@ -137,6 +138,55 @@ def test_two_values_give_two_runs(
             outcomes[tuple(words)] = run(ranks, directory, words)
         found.append(outcomes[tuple(words)])
     assert found[0].differs(found[1]), f"{name} {value} changes nothing"
+
+
+ONE_STEP = {"diffusion-num-steps": "1"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("dmd2-student-sample-type", "sde"),
+        ("dmd2-stop-step", "shared"),
+        ("dmd2-stop-step", "last"),
+        ("dmd2-stop-step", "round_robin"),
+        ("diffusion-flow-shift", "5"),
+    ],
+)
+def test_a_one_step_student_is_the_same_whatever_the_hop_the_stop_and_the_shift(
+    ranks: Ranks, directory: Path, outcomes: dict[tuple[str, ...], Outcome], name: str, value: str
+) -> None:
+    """As the plan's note says, which is why these are no errors there."""
+    words = tuple(flags(directory, ONE_STEP))
+    if words not in outcomes:
+        outcomes[words] = run(ranks, directory, words)
+    plain = outcomes[words]
+    assert {(request.stop_step, request.sigmas) for request in plain.requests} == {(0, (1.0, 0.0))}
+    assert "weights" not in plain.differs(other := run(ranks, directory, flags(directory, {**ONE_STEP, name: value})))
+    assert plain.rows == other.rows
+
+
+@pytest.mark.parametrize(("name", "value"), [("clip_grad", 1e-4), ("lr", 5e-3), ("lr_schedule", "linear")])
+def test_a_trainer_s_own_option_is_no_other_trainer_s(
+    ranks: Ranks, directory: Path, tmp_path: Path, name: str, value: object
+) -> None:
+    """Given to the actor alone: until its first step has reached the engines, the critic is the same bit for bit."""
+    entries = [{"name": "critic", "role": "critic"}, {"name": "actor", "role": "actor", "args": {name: value}}]
+    (tmp_path / "trainers.yaml").write_text(yaml.safe_dump(entries))
+    rollouts = "2" if name == "lr_schedule" else "1"
+    common, run_of = {"num-rollout": rollouts}, {}
+    for label, more in (("all", {}), ("own", {"trainer-config": str(tmp_path / "trainers.yaml")})):
+        run_of[label] = run(ranks, directory, flags(directory, {**common, **more}))
+    first, second = run_of["all"], run_of["own"]
+    assert any(not torch.equal(first.weights[key], second.weights[key]) for key in first.weights if "raw/" in key)
+    critics = [
+        {key: value for key, value in row.items() if key.startswith("critic/")}
+        for row in (first.rows[0], second.rows[0])
+    ]
+    assert critics[0] == critics[1]
+    if rollouts == "1":
+        names = [key for key in first.weights if key.startswith("critic/")]
+        assert all(torch.equal(first.weights[key], second.weights[key]) for key in names)
 
 
 def test_the_same_flags_give_the_same_run(ranks: Ranks, directory: Path) -> None:
