@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import train_diffusion
 from miles_dmd2.checkpointing import IntervalCheckpoints
 from miles_dmd2.cluster.launch import trainer_job, worker_settings
+from miles_dmd2.cluster.process import dtype_of
 from miles_dmd2.cluster.trainer_group import build_trainer
 from miles_dmd2.config import build_plan, parse, student_clock
 from miles_dmd2.data.latents import read_latents
@@ -210,7 +211,8 @@ def run(
     config, trainers = parsed.config, parsed.trainers
     adapter = PlainAdapter(directory.resolve()) if pipeline is None else build_adapter(pipeline, *config.canvas)
     latents = config.algorithm.dmd2_latents
-    engine = LocalEngine(adapter, real_latents=None if latents is None else read_latents(latents).latents)
+    real = None if latents is None else read_latents(latents).latents
+    engine = LocalEngine(adapter, dtype=dtype_of(config.model.forward_dtype), real_latents=real)
     engines = Engines(engine)
     guided = config.algorithm.dmd2_teacher_guidance_scale != 1
     (uncond,) = engine.conditioning([config.algorithm.dmd2_negative_prompt or ""])

@@ -8,6 +8,7 @@ import pytest
 
 from miles_dmd2.config.flags import help_text
 from miles_dmd2.config.options import OPTIONS
+from miles_dmd2.config.sections import AlgorithmSection
 from scripts.write_cli_reference import DOCUMENT, reference
 
 ROWS = {
@@ -53,3 +54,26 @@ def test_no_row_is_broken_by_what_it_says() -> None:
     for flag, cells in ROWS.items():
         assert len(re.findall(r"(?<!\\)\|", " | ".join(cells))) == 5, flag
     assert r"mean \|x0 - x0_real\|" in " ".join(ROWS["--dmd2-normalizer"])
+
+
+# -- docs/options.md ---------------------------------------------------------------------------------------------
+
+BY_NAME = (DOCUMENT.parent / "options.md").read_text(encoding="utf-8")
+
+
+def test_options_are_all_there_and_their_flags_are_real() -> None:
+    """The first cell of a row names flags of this project; the others, those of other projects."""
+    first = [line.split(" | ")[0] for line in BY_NAME.splitlines() if line.startswith("| `--")]
+    named = {flag for cell in first for flag in re.findall(r"--[\w-]+", cell)}
+    assert named <= ROWS.keys()
+    fields = {f"--{name.replace('_', '-')}" for name in AlgorithmSection.model_fields} - {"--loss-type"}
+    assert fields <= named
+
+
+def test_whoever_comes_from_another_implementation_finds_every_option_of_the_algorithm() -> None:
+    """Each in a row of the table of names, or in the text below it that says that nobody else has it."""
+    _, _, table = BY_NAME.partition("## From another implementation")
+    rows = [line for line in table.splitlines() if line.startswith("| `--")]
+    assert all(len(line.strip("| ").split(" | ")) == 6 for line in rows)
+    fields = {f"--{name.replace('_', '-')}" for name in AlgorithmSection.model_fields} - {"--loss-type"}
+    assert [flag for flag in sorted(fields) if f"`{flag}`" not in table] == []

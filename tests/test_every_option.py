@@ -11,9 +11,10 @@ from typing import Literal, get_args, get_origin
 
 import pytest
 import torch
+import yaml
 
 from miles_dmd2.algo import normal
-from miles_dmd2.config.sections import AlgorithmSection, TrainerSection
+from miles_dmd2.config.sections import AlgorithmSection, ModelSection, RolloutSection, TrainerSection
 from miles_dmd2.data.latents import LatentFile, write_latents
 from miles_dmd2.training import ActorTrainer, Ranks
 from tests.in_process import PROMPTS, Outcome, run
@@ -28,7 +29,7 @@ BASE = {
     "lr": "1e-2",
     "cpu-threads": "1",
 }
-SECTIONS = (AlgorithmSection, TrainerSection)
+SECTIONS = (AlgorithmSection, TrainerSection, RolloutSection, ModelSection)
 LATENTS = {"dmd2-student-input": "forward_noise", "dmd2-latents": "real.safetensors"}
 # Of fields that are no choice of words: another value. `(value, what goes with it in both runs)`.
 VALUES: dict[str, tuple[str, dict[str, str]]] = {
@@ -53,16 +54,34 @@ VALUES: dict[str, tuple[str, dict[str, str]]] = {
     "weight_decay": ("0.5", {}),
     "clip_grad": ("0.01", {}),
     "num_steps_per_rollout": ("4", {}),
+    "num_rollout": ("5", {}),
+    "rollout_batch_size": ("2", {}),
+    "n_samples_per_prompt": ("2", {}),
+    "rollout_seed": ("4", {}),
+    "diffusion_num_steps": ("3", {}),
+    "diffusion_sigmas": ("0.9,0.6,0.3,0.1", {}),
+    "diffusion_flow_shift": ("3", {}),
 }
 BESIDE = {"dmd2_student_input": {"dmd2-latents": "real.safetensors"}}
-# One value only; and what may change nothing but rounding (tests/training/test_equality.py).
-WITHOUT_EFFECT = {"loss_type", "micro_batch_size"}
+# One value only; and what may change nothing but rounding, or nothing at all (tests/training).
+WITHOUT_EFFECT = {
+    *("loss_type", "rm_type", "diffusion_guidance_scale", "global_batch_size"),
+    *("micro_batch_size", "rollout_num_engines", "rollout_engine_batch_size", "gradient_checkpointing"),
+}
+# No options of the algorithm: what runs, on which pictures and prompts, and what else is done with its samples.
+SURROUNDINGS = {
+    *("hf_checkpoint", "diffusion_height", "diffusion_width", "diffusion_num_frames", "diffusion_duration"),
+    *("prompt_data", "rollout_engine", "custom_rm_path", "rollout_video_dtype"),
+    *("debug_rollout_only", "reference_transformer"),
+}
 
 
 def cases() -> Iterator[tuple[str, str]]:
     """(field, value) of every value but the default of a choice, and the other value of the rest."""
     for section in SECTIONS:
         for name, field in section.model_fields.items():
+            if name in WITHOUT_EFFECT | SURROUNDINGS:
+                continue
             if get_origin(field.annotation) is Literal:
                 yield from ((name, value) for value in get_args(field.annotation) if value != field.default)
             elif name in VALUES:
@@ -105,8 +124,7 @@ def options_of(name: str, value: str) -> tuple[dict[str, str], dict[str, str]]:
 
 def test_the_cases_cover_every_field() -> None:
     fields = {name for section in SECTIONS for name in section.model_fields}
-    assert {name for name, _ in CASES} | WITHOUT_EFFECT == fields
-    assert not {name for name, _ in CASES} & WITHOUT_EFFECT
+    assert {name for name, _ in CASES} | WITHOUT_EFFECT | SURROUNDINGS == fields
 
 
 @pytest.mark.parametrize(("name", "value"), CASES)
@@ -120,6 +138,55 @@ def test_two_values_give_two_runs(
             outcomes[tuple(words)] = run(ranks, directory, words)
         found.append(outcomes[tuple(words)])
     assert found[0].differs(found[1]), f"{name} {value} changes nothing"
+
+
+ONE_STEP = {"diffusion-num-steps": "1"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("dmd2-student-sample-type", "sde"),
+        ("dmd2-stop-step", "shared"),
+        ("dmd2-stop-step", "last"),
+        ("dmd2-stop-step", "round_robin"),
+        ("diffusion-flow-shift", "5"),
+    ],
+)
+def test_a_one_step_student_is_the_same_whatever_the_hop_the_stop_and_the_shift(
+    ranks: Ranks, directory: Path, outcomes: dict[tuple[str, ...], Outcome], name: str, value: str
+) -> None:
+    """As the plan's note says, which is why these are no errors there."""
+    words = tuple(flags(directory, ONE_STEP))
+    if words not in outcomes:
+        outcomes[words] = run(ranks, directory, words)
+    plain = outcomes[words]
+    assert {(request.stop_step, request.sigmas) for request in plain.requests} == {(0, (1.0, 0.0))}
+    assert "weights" not in plain.differs(other := run(ranks, directory, flags(directory, {**ONE_STEP, name: value})))
+    assert plain.rows == other.rows
+
+
+@pytest.mark.parametrize(("name", "value"), [("clip_grad", 1e-4), ("lr", 5e-3), ("lr_schedule", "linear")])
+def test_a_trainer_s_own_option_is_no_other_trainer_s(
+    ranks: Ranks, directory: Path, tmp_path: Path, name: str, value: object
+) -> None:
+    """Given to the actor alone: until its first step has reached the engines, the critic is the same bit for bit."""
+    entries = [{"name": "critic", "role": "critic"}, {"name": "actor", "role": "actor", "args": {name: value}}]
+    (tmp_path / "trainers.yaml").write_text(yaml.safe_dump(entries))
+    rollouts = "2" if name == "lr_schedule" else "1"
+    common, run_of = {"num-rollout": rollouts}, {}
+    for label, more in (("all", {}), ("own", {"trainer-config": str(tmp_path / "trainers.yaml")})):
+        run_of[label] = run(ranks, directory, flags(directory, {**common, **more}))
+    first, second = run_of["all"], run_of["own"]
+    assert any(not torch.equal(first.weights[key], second.weights[key]) for key in first.weights if "raw/" in key)
+    critics = [
+        {key: value for key, value in row.items() if key.startswith("critic/")}
+        for row in (first.rows[0], second.rows[0])
+    ]
+    assert critics[0] == critics[1]
+    if rollouts == "1":
+        names = [key for key in first.weights if key.startswith("critic/")]
+        assert all(torch.equal(first.weights[key], second.weights[key]) for key in names)
 
 
 def test_the_same_flags_give_the_same_run(ranks: Ranks, directory: Path) -> None:
@@ -137,7 +204,10 @@ def test_mutation_an_option_that_is_dropped_on_the_way_is_found(
     assert found[0].differs(found[1]) == []
 
 
-@pytest.mark.parametrize(("name", "value"), [case for case in CASES if case[0] in AlgorithmSection.model_fields])
+RESUMED = [case for case in CASES if case[0] in AlgorithmSection.model_fields or case[0].startswith("diffusion_")]
+
+
+@pytest.mark.parametrize(("name", "value"), RESUMED)
 def test_a_run_that_is_continued_is_the_one_that_was_not_stopped(
     ranks: Ranks, directory: Path, tmp_path: Path, name: str, value: str
 ) -> None:

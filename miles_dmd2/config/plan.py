@@ -230,6 +230,18 @@ def _score_sigma(config: Config) -> str:
     return f"{text}, clamped ({clamped:.1%} of the draws at {end:g})"
 
 
+def _idle_with_one_step(config: Config) -> str:
+    """What was chosen of hop, stop step and grid, and has no effect on a one-step student."""
+    if config.num_steps > 1:
+        return ""
+    chosen = {
+        "--dmd2-student-sample-type": (config.algorithm.dmd2_student_sample_type, "ode"),
+        "--dmd2-stop-step": (config.algorithm.dmd2_stop_step, "per_sample"),
+        "--diffusion-flow-shift": (f"{config.rollout.diffusion_flow_shift:g}", "1"),
+    }
+    return ", ".join(f"{flag} {value}" for flag, (value, default) in chosen.items() if value != default)
+
+
 def _notes(config: Config, critic: TrainerSpec, clips: bool) -> tuple[str, ...]:
     random_stop = config.stop_law != "full" and config.num_steps > 1
     told = config.algorithm.dmd2_critic_conditioning == "stop_step"
@@ -239,6 +251,8 @@ def _notes(config: Config, critic: TrainerSpec, clips: bool) -> tuple[str, ...]:
             "one critic for all stop steps that is not told which (published setting); if the student gets worse, try "
             "--dmd2-critic-conditioning stop_step"
         )
+    if idle := _idle_with_one_step(config):
+        notes.append(f"a student of one step has no hop, stops at step 0 and has the grid 1, 0: no effect of {idle}")
     if (_real_latents(config), config.algorithm.dmd2_student_sample_type) == (True, "ode") and config.num_steps > 1:
         notes.append(
             "forward_noise with ode: noised data has the spread sqrt((1-s)^2 std^2 + s^2), the inputs of a right ODE "

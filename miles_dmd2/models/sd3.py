@@ -101,6 +101,9 @@ class SD3Adapter(ModelAdapter):
     def initial_noise(self, seed: int) -> Tensor:
         return initial_noise(seed, (1, *self.latent_shape))[0]
 
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: shape for name, shape in super().weight_shapes().items() if name != POSITIONS}
+
     def load_transformer(self, dtype: torch.dtype = torch.float32) -> nn.Module:
         from diffusers import SD3Transformer2DModel
 

@@ -49,6 +49,10 @@ class ServingFormat(ABC):
     def latent(self, tensor: Tensor) -> Tensor:
         """One latent as the server lays it out -> fp32 `[*latent]`. ValueError: another shape."""
 
+    def start(self, latent: Tensor) -> Tensor:
+        """A latent `[*latent]` that a rollout is to begin with, as the server lays it out. Default: as it is."""
+        return latent
+
     @abstractmethod
     def probe(self, probe: Probe) -> dict[str, Tensor]:
         """A probe request's tensors: "x" without a batch axis, and conditioning under the request's own names."""

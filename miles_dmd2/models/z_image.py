@@ -187,10 +187,13 @@ class ZImageServing(CanvasServing):
     def latent(self, tensor: Tensor) -> Tensor:
         return super().latent(tensor.squeeze(1) if tensor.ndim == 4 else tensor)
 
+    def start(self, latent: Tensor) -> Tensor:
+        return latent.unsqueeze(1)  # one frame
+
     def probe(self, probe: Probe) -> dict[str, Tensor]:
         embeds = probe.cond[EMBEDS]
         return {
-            "x": probe.x[0].unsqueeze(1),
+            "x": self.start(probe.x[0]),
             "prompt_embeds.0": embeds.unsqueeze(0),
             "prompt_seq_lens.0": torch.tensor([len(embeds)]),
         }

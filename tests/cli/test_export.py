@@ -19,8 +19,10 @@ from miles_dmd2.algo import eval_seed
 from miles_dmd2.cli.main import main
 from miles_dmd2.engines.base import EngineError
 from miles_dmd2.training import Ranks
-from tests import tiny_klein, tiny_sd3, tiny_wan, tiny_z_image
+from tests.families import TINY, Tiny, checkpoints
 from tests.in_process import PROMPTS, Outcome, run
+
+__all__ = ["checkpoints"]
 
 WEIGHTS = Path("transformer/diffusion_pytorch_model.safetensors")
 OPTIONS = {
@@ -152,11 +154,7 @@ def test_an_engine_that_cannot_be_asked_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "build",
-    [tiny_sd3.build, tiny_klein.build, tiny_z_image.build, tiny_wan.build],
-    ids=["sd3", "flux2_klein", "z_image", "wan"],
-)
+@pytest.mark.parametrize("tiny", TINY, ids=str)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -175,12 +173,14 @@ def test_other_ways_to_sample(
     ranks: Ranks,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-    build: Callable[[Path], Path],
+    tiny: Tiny,
+    checkpoints: Callable[[Tiny], Path],
     changes: dict[str, str | None],
 ) -> None:
-    """Fresh noise in the hops, a grid for the call and one for the scheduler, clips."""
-    frames = {"diffusion_num_frames": "5"} if build is tiny_wan.build else {}
-    outcome = trained(ranks, tmp_path, build(tmp_path / "pipeline"), num_rollout="1", **changes, **frames)
+    """Of every family: fresh noise in the hops, a grid for the call and one for the scheduler, clips."""
+    frames = {"diffusion_num_frames": str(tiny.num_frames)} if tiny.num_frames > 1 else {}
+    canvas = {"diffusion_height": str(tiny.size[0]), "diffusion_width": str(tiny.size[1])}
+    outcome = trained(ranks, tmp_path, checkpoints(tiny), num_rollout="1", **canvas, **changes, **frames)
     assert checked(tmp_path / "run", tmp_path / "student", "--check-prompts", "one two", "three") == 0
     out = capsys.readouterr().out
     assert "checked: 2 pictures" in out

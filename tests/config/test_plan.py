@@ -226,6 +226,11 @@ def test_score_sigma(shift: str, text: str) -> None:
             "it is trained at other inputs than it will see; sde has no such gap",
         ),
         ("--diffusion-sigmas 0.999", "rollouts scale the initial noise by it"),
+        ("--diffusion-num-steps 1 --dmd2-student-sample-type sde", "no effect of --dmd2-student-sample-type sde"),
+        (
+            "--diffusion-num-steps 1 --dmd2-stop-step last --diffusion-flow-shift 5",
+            "no effect of --dmd2-stop-step last, --diffusion-flow-shift 5",
+        ),
         ("--diffusion-num-steps 1 --save elsewhere", "checkpoints go to --save elsewhere"),
     ],
 )

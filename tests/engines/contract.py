@@ -176,7 +176,9 @@ FAULTS = (
 )
 
 
-class EngineContract:
+class SamplingContract:
+    """Rollouts alone: what takes a real server of each family seconds."""
+
     @pytest.fixture(autouse=True)
     def _base_weights(self, harness: Harness) -> None:
         harness.engine.wake()
@@ -324,6 +326,8 @@ class EngineContract:
         x0.square().sum().backward()
         assert any(p.grad is not None and bool(p.grad.any()) for p in module.parameters())
 
+
+class EngineContract(SamplingContract):
     # -- conditioning ----------------------------------------------------------------------------------------
 
     def test_conditioning_is_what_the_samples_were_made_with(self, harness: Harness) -> None:

@@ -10,6 +10,7 @@ from miles_dmd2.engines.local import LocalEngine
 from miles_dmd2.models.base import ModelAdapter
 from miles_dmd2.models.offload import held_bytes
 from tests.engines.contract import EngineContract, Harness, real_latents
+from tests.engines.simulation import Another, SimulationContract
 from tests.families import Tiny, adapter, checkpoint, checkpoints, tiny
 
 __all__ = ["adapter", "checkpoint", "checkpoints", "tiny"]
@@ -35,10 +36,14 @@ def served(tiny: Tiny, checkpoint: Path) -> Iterator[Harness]:
     engine.close()
 
 
-class TestLocalEngine(EngineContract):
+class TestLocalEngine(EngineContract, SimulationContract):
     @pytest.fixture
     def harness(self, served: Harness) -> Harness:
         return served
+
+    @pytest.fixture
+    def another(self, adapter: ModelAdapter) -> Another:
+        return lambda real_latents: LocalEngine(adapter, real_latents=real_latents)
 
 
 def test_every_byte_leaves_the_device(served: Harness, adapter: ModelAdapter) -> None:

@@ -25,6 +25,7 @@ from miles_dmd2.models.loading import eight_bit
 from miles_dmd2.models.offload import held_bytes
 from miles_dmd2.models.registry import FAMILIES, adapter_class, build_adapter
 from miles_dmd2.training.conditioning import StopStepConditioning
+from miles_dmd2.types import Probe
 from tests.families import TINY, Tiny
 from tests.models import pipelines
 
@@ -317,6 +318,26 @@ def test_a_critic_can_be_told_the_stop_step(adapter: ModelAdapter, conds: list[d
     told = StopStepConditioning(adapter, critic, 4)
     with told.told(torch.tensor([0, 3, 1])):
         assert torch.equal(adapter.velocity(critic, *inputs), plain)
+
+
+def test_the_weights_that_an_engine_waits_for_are_those_that_an_actor_sends(
+    adapter: ModelAdapter, transformer: nn.Module
+) -> None:
+    """Read from the checkpoint's headers, without a network (SD3's position table is in the file and is no weight)."""
+    sent = {name: tuple(value.shape) for name, value in transformer.named_parameters()}
+    assert adapter.weight_shapes() == sent
+    assert {name: tuple(value.shape) for name, value in transformer.state_dict().items()} == sent
+
+
+def test_a_latent_comes_back_from_the_server_s_layout(adapter: ModelAdapter) -> None:
+    x = normal(5, adapter.latent_shape)
+    try:
+        serving = adapter.serving
+    except ValueError as error:  # a family that SGLang is not asked to serve
+        pytest.skip(str(error))
+    assert torch.equal(serving.latent(serving.start(x)), x)
+    probe = Probe(x[None], torch.tensor([0.5]), adapter.probe_conditioning(), x[None])
+    assert torch.equal(serving.probe(probe)["x"], serving.start(x))
 
 
 def test_shard_units_are_disjoint_and_hold_the_blocks(

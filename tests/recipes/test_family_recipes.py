@@ -61,6 +61,30 @@ def test_a_recipe_divides_over_its_own_devices(name: str) -> None:
     assert window % (ranks * recipe["micro-batch-size"]) == 0
 
 
+# Where implementations differ, and a default would be nobody's choice.
+CHOICES = (
+    *("dmd2-student-input", "dmd2-student-sample-type", "dmd2-stop-step", "dmd2-critic-loss-space"),
+    *("dmd2-teacher-guidance-scale", "dmd2-score-sigma-range", "diffusion-num-steps", "diffusion-flow-shift"),
+    *("num-steps-per-rollout", "clip-grad", "forward-dtype"),
+)
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_a_recipe_makes_every_choice_and_names_its_source(name: str) -> None:
+    lines = (RECIPES / f"{name}.yaml").read_text().splitlines()
+    sources = {line.partition(":")[0]: line.partition(" # ")[2] for line in lines}
+    assert [choice for choice in CHOICES if not sources.get(choice)] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "sample_type"),
+    [("wan", "sde"), ("sd3", "sde"), ("qwen_image", "sde"), ("flux2_klein", "sde"), ("z_image", "ode")],
+)
+def test_a_recipe_hops_as_its_source(name: str, sample_type: str) -> None:
+    """Self-Forcing, the official code, FastGen and DiffSynth-Studio noise x0 afresh; LightX2V takes Euler steps."""
+    assert yaml.safe_load((RECIPES / f"{name}.yaml").read_text())["dmd2-student-sample-type"] == sample_type
+
+
 def test_wan_has_the_timesteps_of_its_source() -> None:
     recipe = yaml.safe_load((RECIPES / "wan.yaml").read_text())
     grid = sigma_grid(recipe["diffusion-num-steps"], recipe["diffusion-flow-shift"])

@@ -1,4 +1,5 @@
-"""Every family but Qwen-Image (test_plugin.py) on a real server in fp32, against its adapter in float64.
+"""Every family but Qwen-Image (test_plugin.py, test_contract.py) on a real server in fp32: the server's own requests
+against the adapter in float64, and the engine over it against what all engines must do.
 
 One server a family, one at a time. Each measured difference is a property of its test: `--junitxml` lists them.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import base64
 import pickle
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,15 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from miles_dmd2.algo import normal, sigma_grid
+from miles_dmd2.engines.local import LocalEngine
+from miles_dmd2.engines.sglang.engine import SGLangEngine, SGLangSettings
 from miles_dmd2.engines.sglang.server import ManagedServer, SGLangLaunch
 from miles_dmd2.engines.sglang_plugin import protocol
 from miles_dmd2.models.base import Components, ModelAdapter
 from miles_dmd2.models.loading import eight_bit
 from miles_dmd2.types import Probe
+from tests.engines.contract import Harness, SamplingContract, real_latents
+from tests.engines.simulation import Another, SimulationContract
 from tests.families import TINY, Tiny, checkpoints
 from tests.sglang.raw import STOCK, Server, content, encoded
 
@@ -282,3 +288,47 @@ def test_a_wrong_update_is_refused_and_changes_nothing(
     assert status == 400
     assert {"missing": name, "unknown": "nobody", "NaN": "not finite"}[fault] in text.decode()
     assert all(torch.equal(a, b) for a, b in zip(latents(adapter, ask(2)), before, strict=True))
+
+
+# -- the engine over this server --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def served(tiny: Tiny, adapter: ModelAdapter, running: ManagedServer) -> Iterator[Harness]:
+    settings = SGLangSettings(require_plugin=True)
+    engine = SGLangEngine(adapter, [running], settings, real_latents=real_latents(adapter))
+    reference = adapter.load_transformer().requires_grad_(False)
+    yield Harness(engine, adapter, reference, tiny.prompts, same=FP32, exact=False)
+    engine.close()
+
+
+class TestSGLangEngine(SamplingContract, SimulationContract):
+    @pytest.fixture
+    def harness(self, served: Harness) -> Harness:
+        return served
+
+    @pytest.fixture
+    def another(self, adapter: ModelAdapter, running: ManagedServer) -> Another:
+        settings = SGLangSettings(require_plugin=True)
+        return lambda real: SGLangEngine(adapter, [running], settings, real_latents=real)
+
+
+@pytest.mark.parametrize("way", ["ode", "sde", "real latents"])
+def test_server_and_local_engine_make_the_same_samples(
+    served: Harness, adapter: ModelAdapter, close: Close, way: str
+) -> None:
+    """x_k and x0 of the same seeds, prompts and moved weights, from the noise on."""
+    local = LocalEngine(adapter, real_latents=real_latents(adapter))
+    requests = served.requests(0, 1, 2, 3)
+    if way == "sde":
+        requests = [replace(request, sample_type="sde") for request in requests]
+    elif way == "real latents":
+        requests = [replace(request, real_latent=i % 3) for i, request in enumerate(requests)]
+    made = []
+    for engine in (served.engine, local):
+        engine.load_weights(*served.weights(1))
+        samples = engine.generate(requests)
+        made.append(torch.stack([torch.stack([sample.x_k, sample.x0]) for sample in samples]))
+    close(*made)
+    local.close()
+    served.load(0)

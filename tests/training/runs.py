@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,13 +46,16 @@ class Setup:
     normalizer_eps: float = 1e-6
     scoring: str = "fused"
     law: str = "uniform"
+    sigma: Mapping[str, float] = field(default_factory=dict)  # what else ScoreSigma takes
+    optimizer: Mapping[str, float] = field(default_factory=dict)  # what else OptimizerSettings takes
+    part_weight: float = 1.0
     guidance: float = 1.0
     ema_start: int = 0
     clock: StudentClock = EVERY_ROLLOUT
 
 
-# One option of the algorithm each, away from its default.
-OPTIONS = {
+# One option of the algorithm each, away from its default; test_equality.py holds them against the schema.
+OPTIONS: dict[str, dict[str, Any]] = {
     "batch normalizer": {"normalizer": "batch"},
     "large eps": {"normalizer_eps": 2.0},
     "original scoring": {"scoring": "original"},
@@ -62,6 +66,20 @@ OPTIONS = {
     "x0 space": {"space": "x0"},
     "eps space": {"space": "eps"},
     "plain critic": {"told": False},
+    "shifted sigma": {"sigma": {"shift": 3.0}},
+    "narrow sigma": {"sigma": {"lo": 0.2, "hi": 0.7}},
+    "another logit-normal": {"law": "logit_normal", "sigma": {"logit_mean": 1.0, "logit_std": 0.5}},
+    "part weight": {"part_weight": 2.0, "optimizer": {"eps": 1e-2}},
+    "another decay": {"decay": 0.5},
+    "a late average": {"ema_start": 2},
+    "another rate": {"lr": 2e-2},
+    "linear rate": {"schedule": "linear", "total_updates": 9},
+    "cosine rate": {"schedule": "cosine", "total_updates": 9},
+    "warm-up": {"optimizer": {"warmup_updates": 2}},
+    "other moments": {"optimizer": {"beta1": 0.5, "beta2": 0.9, "eps": 1e-2}},
+    "weight decay": {"optimizer": {"weight_decay": 0.5}},
+    "clipping": {"clip": 0.05},  # below every norm, while the default is above them
+    "two windows": {"windows": 2},
 }
 UNCOND = {"label": torch.full((LABELS,), 0.25)}
 
@@ -76,6 +94,7 @@ def settings(setup: Setup, name: str) -> TrainerSettings:
             total_updates=setup.total_updates,
             clip_grad=setup.clip,
             max_skipped_steps=setup.max_skipped,
+            **setup.optimizer,
         ),
         micro_batch_size=setup.micro,
         forward_dtype=setup.forward_dtype or setup.dtype,
@@ -92,11 +111,12 @@ def make_critic(ranks: Ranks, setup: Setup, adapter: ToyAdapter | None = None) -
         adapter.load_transformer(),
         adapter.load_transformer(),
         ranks,
-        score_sigma=ScoreSigma(law=setup.law),
+        score_sigma=ScoreSigma(law=setup.law, **setup.sigma),
         loss_space=setup.space,
         scoring=setup.scoring,
         guidance=None if setup.guidance == 1 else Guidance(setup.guidance, UNCOND),
         told_stop_steps=NUM_STEPS if setup.told else None,
+        part_weights={"visual": setup.part_weight},
     )
 
 
@@ -112,6 +132,7 @@ def make_actor(ranks: Ranks, setup: Setup, adapter: ToyAdapter | None = None) ->
         normalizer=setup.normalizer,
         normalizer_eps=setup.normalizer_eps,
         max_x0_drift=setup.max_drift,
+        part_weights={"visual": setup.part_weight},
     )
 
 

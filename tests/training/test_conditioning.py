@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from miles_dmd2.algo import add_noise, key_seed, normal
 from miles_dmd2.training import Ranks
 from miles_dmd2.training.conditioning import KEY, StopStepConditioning, is_stop_step_key
+from miles_dmd2.training.scoring import ScoreSigma
+from miles_dmd2.types import RolloutSample
 from tests.training.runs import Setup, make_critic, same_bits, samples_of, weights, windows_of
-from tests.training.toy import LABELS, LATENT, WIDTH, ToyAdapter
+from tests.training.toy import LABELS, LATENT, WIDTH, ToyAdapter, make_sample, make_windows
 
 NAME = f"time.{KEY}"
 
@@ -94,3 +100,59 @@ def test_it_trains_in_the_critic_and_the_plain_critic_has_none(ranks: Ranks) -> 
     assert trained.pop(NAME).abs().sum(1).gt(0).all()
     assert plain.conditioning is None
     assert not same_bits(trained, weights(plain)), "after the first step the two are different critics"
+
+
+# -- what it is for: DMD2.md 5.7, by the trainer itself -----------------------------------------------------------
+
+MEANS, STD = (-1.0, 1.0, -1.0, 1.0), 0.3  # of the student's x0 at each stop step
+
+
+def of_its_step(sample_id: int, rollout_id: int) -> RolloutSample:
+    """x0 ~ N(mean of its stop step, STD^2), and nothing but the stop step tells which."""
+    like = make_sample(sample_id, rollout_id=rollout_id)
+    x0 = MEANS[like.stop_step] + STD * normal(key_seed(7, "order", rollout_id, sample_id), LATENT)
+    return replace(like, x0=x0, cond={"label": torch.eye(LABELS)[0]})
+
+
+def posterior_mean(x: Tensor, s: float, mean: float) -> Tensor:
+    """E[x0 | x_s = x] for x0 ~ N(mean, STD^2) (DMD2.md 5.1)."""
+    return mean + (1 - s) * STD**2 / ((1 - s) ** 2 * STD**2 + s**2) * (x - (1 - s) * mean)
+
+
+def of_the_step(x: Tensor, s: float, stop_step: int) -> Tensor:
+    return posterior_mean(x, s, MEANS[stop_step])
+
+
+def of_the_mixture(x: Tensor, s: float, stop_step: int) -> Tensor:
+    """Both means are as likely before x is seen (DMD2.md 5.8)."""
+    twice = 2 * ((1 - s) ** 2 * STD**2 + s**2)
+    low, high = torch.softmax(torch.stack([-(x - (1 - s) * mean).square().sum() / twice for mean in (-1, 1)]), 0)
+    return low * posterior_mean(x, s, -1) + high * posterior_mean(x, s, 1)
+
+
+@pytest.mark.parametrize(
+    ("told", "right", "wrong"), [(True, of_the_step, of_the_mixture), (False, of_the_mixture, of_the_step)]
+)
+def test_told_it_learns_each_step_s_score_and_else_that_of_the_mixture(
+    ranks: Ranks,
+    told: bool,
+    right: Callable[[Tensor, float, int], Tensor],
+    wrong: Callable[[Tensor, float, int], Tensor],
+) -> None:
+    """Two Gaussians at two stop steps: the network's x0_fake is the one closed form or the other."""
+    setup = Setup(windows=20, window=64, told=told, lr=2e-2)
+    critic = make_critic(ranks, setup)
+    critic.score_sigma = ScoreSigma(lo=0.6, hi=0.95)
+    for rollout_id in range(12):
+        windows = make_windows(rollout_id, setup.windows, setup.window)
+        samples = [of_its_step(i, rollout_id) for window in windows for i in window]
+        _, scores = critic.train(rollout_id, windows, samples, score=rollout_id == 11)
+    off: dict[Callable[[Tensor, float, int], Tensor], list[Tensor]] = {right: [], wrong: []}
+    for i, row in scores.items():
+        sample, s = of_its_step(i, 11), row.score_sigma
+        noise = normal(key_seed(setup.seed, "score_noise", 11, i), LATENT).double()
+        x = add_noise(sample.x0.double()[None], noise[None], torch.tensor([s]))[0]
+        for law, found in off.items():
+            found.append((row.x0_fake - law(x, s, sample.stop_step)).square().mean())
+    assert torch.stack(off[right]).mean().sqrt() < 0.35  # measured .14 told, .27 plain
+    assert torch.stack(off[wrong]).mean().sqrt() > 0.7  # .85 and .90

@@ -254,6 +254,22 @@ def test_the_loss_is_the_mean_over_the_window_in_the_space_asked_for(ranks: Rank
     assert metrics["critic_loss_step2"] == pytest.approx(sum(of_step_2) / len(of_step_2), rel=1e-9)
 
 
+def levels_of(ranks: Ranks, setup: Setup) -> dict[int, float]:
+    """Score sigma by sample id, of this rank's part of the window."""
+    return {i: row.score_sigma for i, row in run_critic(ranks, setup)[2].items()}
+
+
+def test_each_sample_has_a_noise_level_of_its_own_on_each_rank(ranks: Ranks, two_ranks: RankPool) -> None:
+    """No level is broadcast to a batch or to the ranks (FastVideo#885); together they are those of one rank."""
+    setup = Setup(windows=1, window=32, micro=4)
+    alone = levels_of(ranks, setup)
+    first, second = two_ranks.run(levels_of, setup)
+    assert (len(first), len(second)) == (16, 16)
+    assert first | second == alone
+    assert len({*alone.values()}) == 32
+    assert max(alone.values()) - min(alone.values()) > 0.8  # of the range (.02, .98)
+
+
 def test_forwards_are_counted_per_sample(ranks: Ranks, two_ranks: RankPool) -> None:
     expected = {"critic_forwards": 24.0, "teacher_forwards": 8.0}
     alone = run_critic(ranks, Setup(micro=3))[1]

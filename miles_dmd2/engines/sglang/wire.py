@@ -109,7 +109,7 @@ def rollout_body(ask: Ask, adapter: ModelAdapter) -> dict[str, object]:
         body["rollout_client_id"] = ask.client_id
         if ask.conditioning:
             body["rollout_conditioning"] = list(adapter.serving.conditioning_names)
-        given = {} if ask.start is None else {"x": ask.start}
+        given = {} if ask.start is None else {"x": adapter.serving.start(ask.start)}
         given |= {} if ask.probe is None else adapter.serving.probe(ask.probe)
         if given:
             tensors = {name: value.contiguous() for name, value in given.items()}
