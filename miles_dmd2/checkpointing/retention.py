@@ -53,7 +53,7 @@ class Retention:
             if (content["figure"], content["mode"]) != (self.figure, self.mode):
                 return None
             path, value = self.root / Path(content["checkpoint"]).name, float(content["value"])
-        except (OSError, ValueError, TypeError, KeyError):
+        except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
             return None
         return (path, value) if (path / MANIFEST).is_file() else None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import ray
 
 _GRACE_SECONDS = 5.0  # for the other ranks to report, when one has failed
+_NODE_SECONDS = 40.0  # for Ray to notice that a node is gone
 _LONGEST_LINE = 1000  # characters of an error on the terminal; all of it is in the log
 # What the others of a group say when one of them is gone.
 _SYMPTOMS = ("Connection closed by peer", "Connection reset by peer", "NCCL", "remote process exited", "Broken pipe")
@@ -54,7 +56,9 @@ def told(ref: Any, error: ray.exceptions.RayError) -> str:
     text = str(error)
     pid, node = _field("pid", text), _field("ip", text)
     where = f" (pid {pid} on {node})" if pid and node else ""
-    if isinstance(error, ray.exceptions.RayTaskError):
+    if isinstance(error, ray.exceptions.ActorUnavailableError):
+        how = f" cannot be reached: {_lost_node() or _cut(summary_of(text))}"
+    elif isinstance(error, ray.exceptions.RayTaskError):
         how = f": {_cause(error)}"
     elif isinstance(error, ray.exceptions.RayActorError):
         how = f" died: {_cut(_detail(text))}"
@@ -67,6 +71,25 @@ def summary_of(text: str) -> str:
     """Ray's own report in one line; where an actor's constructor failed, the error it failed with is the last one."""
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
     return lines[-1] if "creation task" in lines[0] else lines[0]
+
+
+def _lost_node() -> str | None:
+    """The node that goes while we look. Processes of a lost node are out of reach at once, but Ray calls a node dead
+    only after it has missed some health checks, 15 s by default.
+    """
+    before, deadline = _alive(), time.monotonic() + _NODE_SECONDS
+    while time.monotonic() < deadline:
+        gone = before.keys() - _alive().keys()
+        if gone:
+            return f"its node is lost: {before[min(gone)]}"
+        time.sleep(0.5)
+    return None
+
+
+def _alive() -> dict[str, str]:
+    """Node id -> host and address."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    return {node["NodeID"]: f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})" for node in nodes}
 
 
 def _name(ref: Any) -> tuple[str, Path | None]:

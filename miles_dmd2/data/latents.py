@@ -57,7 +57,9 @@ def write_latents(path: Path, content: LatentFile) -> None:
 
 
 def read_latents(path: Path, flag: str = "--dmd2-latents") -> LatentFile:
-    """ConfigError: no such file, not one of these, or its content is not what its hash says."""
+    """ConfigError: no such file, not one of these, what `write_latents` would not have written, or another content
+    than its hash says.
+    """
     if not path.is_file():
         raise ConfigError(f"{flag} {show(path)}: no such file; give {_WHAT}")
     try:
@@ -68,10 +70,33 @@ def read_latents(path: Path, flag: str = "--dmd2-latents") -> LatentFile:
         raise ConfigError(f"{flag} {show(path)}: not readable as safetensors ({error}); give {_WHAT}") from None
     if metadata.get("format") != _FORMAT or latents is None:
         raise ConfigError(f"{flag} {show(path)}: holds no latents of the format {_FORMAT}; give {_WHAT}")
-    content = LatentFile(latents, tuple(json.loads(metadata["prompts"])), metadata["vae"])
-    if content.digest() != metadata["sha256"]:
+    fault = _fault(latents)
+    if fault is not None:
+        raise ConfigError(f"{flag} {show(path)}: {fault}; encode it again")
+    content = LatentFile(latents, _prompts(metadata, f"{flag} {show(path)}"), metadata.get("vae", ""))
+    if len(content.prompts) != len(latents):
+        raise ConfigError(
+            f"{flag} {show(path)}: has {len(latents)} latents and {len(content.prompts)} prompts; encode it again"
+        )
+    if content.digest() != metadata.get("sha256"):
         raise ConfigError(f"{flag} {show(path)}: its content is not what its hash says; encode it again")
     return content
+
+
+def _fault(latents: Tensor) -> str | None:
+    if latents.dtype != torch.float32 or latents.ndim < 2:
+        return f"holds {list(latents.shape)} values of {latents.dtype}, not fp32 latents [n, ...]"
+    return None if bool(torch.isfinite(latents).all()) else "holds latents that are not finite"
+
+
+def _prompts(metadata: Mapping[str, str], where: str) -> tuple[str, ...]:
+    try:
+        prompts = json.loads(metadata["prompts"])
+    except (KeyError, ValueError, RecursionError):
+        prompts = None
+    if not isinstance(prompts, list) or not all(isinstance(prompt, str) for prompt in prompts):
+        raise ConfigError(f"{where}: names no list of prompts in its metadata; encode it again")
+    return tuple(prompts)
 
 
 def check_latents(path: Path, content: LatentFile, prompts: Sequence[str], shape: tuple[int, ...], vae: str) -> None:

@@ -13,6 +13,7 @@ import pytest
 import train_diffusion
 from tests.bad_input.bench import Bench, Case, skeleton
 from tests.bad_input.of_checkpoints import CHECKPOINTS
+from tests.bad_input.of_data import DATA
 from tests.bad_input.of_environment import ENVIRONMENT
 from tests.bad_input.of_flags import FLAGS
 from tests.bad_input.of_media import MEDIA
@@ -30,6 +31,7 @@ KINDS = {
     "prompts": PROMPTS,
     "models": MODELS,
     "checkpoints": CHECKPOINTS,
+    "data sets": DATA,
     "environment": ENVIRONMENT,
     "media": MEDIA,
 }
@@ -48,7 +50,6 @@ def bench(tmp_path: Path, pipeline: Path, monkeypatch: pytest.MonkeyPatch) -> Be
 
 
 def test_there_are_enough_of_each_kind() -> None:
-    """No kind for data sets: a run reads none beside its prompts."""
     assert len(CASES) >= 100
     assert all(len(table) >= 10 for table in KINDS.values()), {kind: len(table) for kind, table in KINDS.items()}
 

@@ -11,13 +11,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
+from miles_dmd2.checkpointing import Retention
 from miles_dmd2.config import ConfigError
 from miles_dmd2.config.checks import check_checkpoint, parameter_count, safetensors_fault
 from miles_dmd2.config.trainers import read_trainer_entries
+from miles_dmd2.data.latents import read_latents
 from miles_dmd2.data.pinned import FORMAT, MANIFEST, verify_split
 from miles_dmd2.data.prompts import load_prompts, read_prompt_file
 from miles_dmd2.models.registry import build_adapter
@@ -159,6 +163,32 @@ def test_bytes_are_no_weights(folder: Path, content: bytes) -> None:
     file.write_bytes(content)
     fault = safetensors_fault(file)
     assert fault is None or len(fault.splitlines()) == 1
+
+
+METADATA = st.dictionaries(
+    st.sampled_from(["format", "prompts", "vae", "sha256"]),
+    JSON.map(json.dumps) | st.sampled_from(["miles_dmd2 latents 1", '["a", "b"]', "[1, 2]"]),
+)
+TENSORS = st.sampled_from([torch.zeros(2, 3), torch.zeros(2), torch.zeros(()), torch.zeros(2, 1).bfloat16()])
+
+
+@given(METADATA, TENSORS, st.sampled_from(["latents", "x"]))
+@example({"format": "miles_dmd2 latents 1"}, torch.zeros(2, 3), "latents")
+@example({"format": "miles_dmd2 latents 1", "prompts": '["a", "b"]'}, torch.zeros(2, 3), "latents")
+@example({"format": "miles_dmd2 latents 1", "prompts": '["a", "b"]'}, torch.zeros(2, 1).bfloat16(), "latents")
+def test_files_of_latents(folder: Path, metadata: dict[str, str], tensor: torch.Tensor, name: str) -> None:
+    save_file({name: tensor}, folder / "latents.safetensors", metadata=metadata)
+    assert not survives(lambda: read_latents(folder / "latents.safetensors"))  # no hash fits
+
+
+@given(st.dictionaries(st.sampled_from(["checkpoint", "figure", "mode", "value"]), JSON) | JSON, st.binary(max_size=9))
+@example({"checkpoint": "step_000001", "figure": "f", "mode": "max", "value": 10**400}, b"[" * 100_000)
+@example({"checkpoint": "../x\0", "figure": "f", "mode": "max", "value": 1}, b"")
+def test_what_names_the_best_checkpoint(folder: Path, content: object, raw: bytes) -> None:
+    """Beside checkpoints, of a run that goes on: anything else is no best."""
+    for text in (json.dumps(content).encode(), raw):
+        (folder / "best.json").write_bytes(text)
+        assert Retention(folder, 1, "f").best() is None
 
 
 @pytest.fixture(scope="module")
