@@ -128,7 +128,7 @@ def build_plan(
         eval_every=config.eval_every,
         eval_kinds=kinds if evals else (),
         checkpoints=-(-rollout.num_rollout // (config.run.save_interval or rollout.num_rollout)) if only is None else 0,
-        notes=(*_notes(config, critic, clips), *notes),
+        notes=(*_notes(config, trainers, clips), *notes),
     )
 
 
@@ -230,29 +230,37 @@ def _score_sigma(config: Config) -> str:
     return f"{text}, clamped ({clamped:.1%} of the draws at {end:g})"
 
 
-def _idle_with_one_step(config: Config) -> str:
-    """What was chosen of hop, stop step and grid, and has no effect on a one-step student."""
-    if config.num_steps > 1:
-        return ""
+def _without_effect(config: Config, trainers: Sequence[TrainerSpec]) -> list[str]:
+    """Notes on options that were chosen and change nothing in this run."""
+    notes = []
+    algorithm, rollouts = config.algorithm, config.rollout.num_rollout
     chosen = {
-        "--dmd2-student-sample-type": (config.algorithm.dmd2_student_sample_type, "ode"),
-        "--dmd2-stop-step": (config.algorithm.dmd2_stop_step, "per_sample"),
+        "--dmd2-student-sample-type": (algorithm.dmd2_student_sample_type, "ode"),
+        "--dmd2-stop-step": (algorithm.dmd2_stop_step, "per_sample"),
         "--diffusion-flow-shift": (f"{config.rollout.diffusion_flow_shift:g}", "1"),
     }
-    return ", ".join(f"{flag} {value}" for flag, (value, default) in chosen.items() if value != default)
+    idle = ", ".join(f"{flag} {value}" for flag, (value, default) in chosen.items() if value != default)
+    if idle and config.num_steps == 1:
+        notes.append(f"a student of one step has no hop, stops at step 0 and has the grid 1, 0: no effect of {idle}")
+    start, updates = algorithm.student_ema_start, student_clock(config, trainers).steps(rollouts)
+    if start >= updates:
+        notes.append(
+            f"--student-ema-start {start}: the student takes {updates} steps in this run, so its average never begins "
+            "and is the student itself"
+        )
+    return notes
 
 
-def _notes(config: Config, critic: TrainerSpec, clips: bool) -> tuple[str, ...]:
+def _notes(config: Config, trainers: Sequence[TrainerSpec], clips: bool) -> tuple[str, ...]:
+    critic = next(trainer for trainer in trainers if trainer.role == "critic")
     random_stop = config.stop_law != "full" and config.num_steps > 1
     told = config.algorithm.dmd2_critic_conditioning == "stop_step"
-    notes = []
+    notes = _without_effect(config, trainers)
     if random_stop and not told:
         notes.append(
             "one critic for all stop steps that is not told which (published setting); if the student gets worse, try "
             "--dmd2-critic-conditioning stop_step"
         )
-    if idle := _idle_with_one_step(config):
-        notes.append(f"a student of one step has no hop, stops at step 0 and has the grid 1, 0: no effect of {idle}")
     if (_real_latents(config), config.algorithm.dmd2_student_sample_type) == (True, "ode") and config.num_steps > 1:
         notes.append(
             "forward_noise with ode: noised data has the spread sqrt((1-s)^2 std^2 + s^2), the inputs of a right ODE "

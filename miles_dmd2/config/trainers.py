@@ -114,12 +114,6 @@ def _clock(config: Config, steps: int, where: str) -> StudentClock:
             f"{warmup + clock.interval} (--dmd2-critic-warmup-rollouts {warmup}, a step on each {clock.interval}. "
             f"rollout after); use {warmup + clock.interval} or more"
         )
-    updates, start = clock.steps(config.rollout.num_rollout), config.algorithm.student_ema_start
-    if start >= updates:
-        raise ConfigError(
-            f"--student-ema-start {start}: must be less than the student's {updates} updates of the whole run "
-            f"(--num-rollout {config.rollout.num_rollout}), or its average never begins"
-        )
     return clock
 
 

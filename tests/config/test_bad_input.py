@@ -87,10 +87,6 @@ FLAGS: list[tuple[str, tuple[str, ...]]] = [
     ("--dmd2-negative-prompt ugly", ("--dmd2-negative-prompt ugly", "--dmd2-teacher-guidance-scale 1")),
     ("--student-ema-start 5", ("--student-ema-start 5", "--student-ema-decay 0")),
     (
-        "--student-ema-decay 0.9 --student-ema-start 10",
-        ("--student-ema-start 10", "less than the student's 10 updates", "never begins"),
-    ),
-    (
         "--dmd2-critic-steps-per-student-step 7",
         ("--dmd2-critic-steps-per-student-step 7", "5 critic steps of a", "use 5 or 10"),
     ),

@@ -231,6 +231,10 @@ def test_score_sigma(shift: str, text: str) -> None:
             "--diffusion-num-steps 1 --dmd2-stop-step last --diffusion-flow-shift 5",
             "no effect of --dmd2-stop-step last, --diffusion-flow-shift 5",
         ),
+        (
+            "--diffusion-num-steps 1 --student-ema-decay 0.9 --student-ema-start 5000",
+            "so its average never begins",
+        ),
         ("--diffusion-num-steps 1 --save elsewhere", "checkpoints go to --save elsewhere"),
     ],
 )

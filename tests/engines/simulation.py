@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from miles_dmd2.algo import normal
 from miles_dmd2.engines.base import RolloutEngine
+from miles_dmd2.engines.local import LocalEngine
 from miles_dmd2.training import ActorTrainer, OptimizerSettings, Ranks, TrainerSettings
 from miles_dmd2.training.sharding import full
 from miles_dmd2.training.trainer import Trainer
 from miles_dmd2.types import RolloutSample, ScoreRow
-from tests.engines.contract import GRID, Harness
+from tests.engines.contract import GRID, Harness, real_latents
 
 Another = Callable[[Tensor], RolloutEngine]  # an engine like the harness's, with these real latents
 Gradients = dict[str, Tensor]
@@ -83,6 +84,27 @@ def relative(found: Gradients, expected: Gradients) -> float:
     assert found.keys() == expected.keys()
     off = sum(float((found[name].double() - expected[name]).square().sum()) for name in expected)
     return (off / sum(float(value.double().square().sum()) for value in expected.values())) ** 0.5
+
+
+WAYS = ("ode", "sde", "real latents")
+
+
+def beside_the_local_engine(harness: Harness, way: str) -> tuple[Tensor, Tensor]:
+    """x_k and x0 of both engines, from the noise on: the same seeds, prompts and moved weights, at every stop step."""
+    local = LocalEngine(harness.adapter, real_latents=real_latents(harness.adapter))
+    requests = harness.requests(0, 1, 2, 3)
+    if way == "sde":
+        requests = [dataclasses.replace(request, sample_type="sde") for request in requests]
+    elif way == "real latents":
+        requests = [dataclasses.replace(request, real_latent=i % 3) for i, request in enumerate(requests)]
+    made = []
+    for engine in (harness.engine, local):
+        engine.load_weights(*harness.weights(1))
+        samples = engine.generate(requests)
+        made.append(torch.stack([torch.stack([sample.x_k, sample.x0]) for sample in samples]))
+    local.close()
+    harness.load(0)
+    return made[0], made[1]
 
 
 class SimulationContract:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import pickle
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from miles_dmd2.algo import normal, sigma_grid
-from miles_dmd2.engines.local import LocalEngine
 from miles_dmd2.engines.sglang.engine import SGLangEngine, SGLangSettings
 from miles_dmd2.engines.sglang.server import ManagedServer, SGLangLaunch
 from miles_dmd2.engines.sglang_plugin import protocol
@@ -27,7 +25,7 @@ from miles_dmd2.models.base import Components, ModelAdapter
 from miles_dmd2.models.loading import eight_bit
 from miles_dmd2.types import Probe
 from tests.engines.contract import Harness, SamplingContract, real_latents
-from tests.engines.simulation import Another, SimulationContract
+from tests.engines.simulation import WAYS, Another, SimulationContract, beside_the_local_engine
 from tests.families import TINY, Tiny, checkpoints
 from tests.sglang.raw import STOCK, Server, content, encoded
 
@@ -313,22 +311,6 @@ class TestSGLangEngine(SamplingContract, SimulationContract):
         return lambda real: SGLangEngine(adapter, [running], settings, real_latents=real)
 
 
-@pytest.mark.parametrize("way", ["ode", "sde", "real latents"])
-def test_server_and_local_engine_make_the_same_samples(
-    served: Harness, adapter: ModelAdapter, close: Close, way: str
-) -> None:
-    """x_k and x0 of the same seeds, prompts and moved weights, from the noise on."""
-    local = LocalEngine(adapter, real_latents=real_latents(adapter))
-    requests = served.requests(0, 1, 2, 3)
-    if way == "sde":
-        requests = [replace(request, sample_type="sde") for request in requests]
-    elif way == "real latents":
-        requests = [replace(request, real_latent=i % 3) for i, request in enumerate(requests)]
-    made = []
-    for engine in (served.engine, local):
-        engine.load_weights(*served.weights(1))
-        samples = engine.generate(requests)
-        made.append(torch.stack([torch.stack([sample.x_k, sample.x0]) for sample in samples]))
-    close(*made)
-    local.close()
-    served.load(0)
+@pytest.mark.parametrize("way", WAYS)
+def test_server_and_local_engine_make_the_same_samples(served: Harness, close: Close, way: str) -> None:
+    close(*beside_the_local_engine(served, way))
