@@ -53,6 +53,9 @@ VALUES: dict[str, tuple[str, dict[str, str]]] = {
     "weight_decay": ("0.5", {}),
     "clip_grad": ("0.01", {}),
     "num_steps_per_rollout": ("4", {}),
+    "lora_rank": ("2", {}),
+    "lora_alpha": ("8", {"lora-rank": "2"}),
+    "lora_target_modules": ("inner", {"lora-rank": "2"}),
 }
 BESIDE = {"dmd2_student_input": {"dmd2-latents": "real.safetensors"}}
 # One value only; and what may change nothing but rounding (tests/training/test_equality.py).
