@@ -71,8 +71,9 @@ def export(
     check_student(config, adapter)
     requests = _requests(config, adapter, check) if check else []
 
-    actor, trained = _student(manifest, kind)
+    (actor,) = (group for group in manifest.groups.values() if group.role == "actor")
     lora = _lora(actor, adapter, with_adapter)
+    trained = _student(manifest, actor, kind)
     weights = trained if lora is None else _merged(adapter, trained, lora)
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as aside:
@@ -159,12 +160,11 @@ def _sound(directory: Path) -> Manifest:
         raise CheckpointError(f"RUN {show(directory)}: {error}; {instead}") from error
 
 
-def _student(manifest: Manifest, kind: WeightKind) -> tuple[SavedGroup, dict[str, Tensor]]:
+def _student(manifest: Manifest, actor: SavedGroup, kind: WeightKind) -> dict[str, Tensor]:
     from miles_dmd2.training.saved_student import saved_student
 
-    (actor,) = (group for group in manifest.groups.values() if group.role == "actor")
     try:
-        return actor, saved_student([manifest.directory / name for name in actor.files], kind)
+        return saved_student([manifest.directory / name for name in actor.files], kind)
     except ValueError as error:
         raise CheckpointError(f"RUN {show(manifest.directory)}: {error}; give another checkpoint") from error
 
