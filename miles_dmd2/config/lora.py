@@ -43,8 +43,8 @@ def lora_layers(shapes: Mapping[str, Sequence[int]], lora: Lora) -> dict[str, tu
     linear = {
         name.removesuffix(".weight"): (shape[0], shape[1])
         for name, shape in shapes.items()
-        if name.endswith(".weight") and len(shape) == 2 and block_of(name)
-    }
+        if name.endswith(".weight") and len(shape) == 2 and block_of(name) not in ("", name.removesuffix(".weight"))
+    }  # a layer that has a number itself, as `cap_embedder.1`, is no block
     chosen = linear if lora.target_modules == (ALL_LINEAR,) else {}
     for target in () if chosen else lora.target_modules:
         found = {name: shape for name, shape in linear.items() if name == target or name.endswith(f".{target}")}

@@ -19,7 +19,7 @@ from miles_dmd2.algo import eval_seed
 from miles_dmd2.cli.main import main
 from miles_dmd2.engines.base import EngineError
 from miles_dmd2.training import Ranks
-from tests import tiny_klein, tiny_sd3, tiny_wan, tiny_z_image
+from tests import tiny_klein, tiny_qwen, tiny_sd3, tiny_wan, tiny_z_image
 from tests.in_process import PROMPTS, Outcome, run
 
 WEIGHTS = Path("transformer/diffusion_pytorch_model.safetensors")
@@ -187,6 +187,33 @@ def test_other_ways_to_sample(
     assert max(differences(out)) < 2e-5
     assert ("the grid starts at 0.9" in out) == ("diffusion_sigmas" in changes)
     assert same_weights(tmp_path / "student", of_kind(outcome, "ema"))
+
+
+@pytest.mark.parametrize(
+    "build",
+    [tiny_qwen.build, tiny_sd3.build, tiny_klein.build, tiny_z_image.build, tiny_wan.build],
+    ids=["qwen_image", "sd3", "flux2_klein", "z_image", "wan"],
+)
+def test_a_student_with_an_adapter(
+    ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str], build: Callable[[Path], Path]
+) -> None:
+    """The merged pipeline is the run's own, bit for bit, and the adapter on the run's pipeline makes its pictures."""
+    frames = {"diffusion_num_frames": "5"} if build is tiny_wan.build else {}
+    pipeline = build(tmp_path / "pipeline")
+    options = {"num_rollout": "2", "save_interval": "2", "lora_rank": "2", "lora_alpha": "3", **frames}
+    outcome = trained(ranks, tmp_path, pipeline, **options)
+    assert checked(tmp_path / "run", tmp_path / "student", "--adapter", "--check-prompts", "one two") == 0
+    out = capsys.readouterr().out
+    assert "of diffusers with the adapter and of the local engine" in out
+    found = [max(map(float, pair)) for pair in re.findall(r"at most (\S+) in latents and (\S+) in pixels", out)]
+    assert len(found) == 2
+    assert max(found) < 2e-5
+    merged = of_kind(outcome, "ema")
+    assert same_weights(tmp_path / "student", merged)
+    base = load_file(pipeline / WEIGHTS)
+    assert max((merged[name] - base[name]).abs().max().item() for name in merged) > 1e-3, "pictures of another network"
+    adapter = load_file(tmp_path / "student" / "lora" / "pytorch_lora_weights.safetensors")
+    assert all(re.fullmatch(r"transformer\..+\.lora_[AB]\.weight", name) for name in adapter)
 
 
 def other_weights(exported: Path) -> None:
