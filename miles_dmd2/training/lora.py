@@ -42,8 +42,8 @@ def add_lora(module: nn.Module, lora: Lora, role: Role, seed: int, untrained: Co
             raise ValueError(f"--lora-target-modules: {layer} is no linear layer; name those that are")
     names = "|".join(re.escape(layer) for layer in layers)  # a pattern: names in a list also match as endings
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=f"({names})", bias="none")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(key_seed(seed, "lora_init", 0, _ROLES.index(role)))
+    with torch.random.fork_rng(devices=[]):  # of the CPU, where the parameters are made; others are left alone
+        torch.default_generator.manual_seed(key_seed(seed, "lora_init", 0, _ROLES.index(role)))
         inject_adapter_in_model(config, module, adapter_name=role)
     module.eval()
     logger.info("%s: %s: %d layers", role, lora, len(layers))

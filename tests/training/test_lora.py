@@ -18,7 +18,17 @@ from miles_dmd2.training.replay import replay
 from miles_dmd2.training.sharding import full, load_full
 from tests.training.fake_device import FakeDevice
 from tests.training.pool import RankPool
-from tests.training.runs import Setup, distance, make_actor, make_critic, one_rollout, same_bits, settings, train
+from tests.training.runs import (
+    Setup,
+    distance,
+    make_actor,
+    make_critic,
+    one_rollout,
+    same_bits,
+    settings,
+    train,
+    weights,
+)
 from tests.training.test_bad_batch import meet_it, same
 from tests.training.test_export import answer
 from tests.training.toy import LABELS, LATENT, ToyAdapter
@@ -237,11 +247,11 @@ def test_a_teacher_too_many_or_too_few_is_refused(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize(
     "setup",
-    [BOTH, replace(BOTH, critic_lora=None), replace(BOTH, student_lora=None)],
-    ids=["both", "student", "critic"],
+    [BOTH, Setup(student_lora=Lora(1, 2)), Setup(critic_lora=LORA)],
+    ids=["both", "student of rank 1", "critic"],
 )
 def test_two_ranks_are_one_rank(ranks: Ranks, two_ranks: RankPool, setup: Setup) -> None:
-    """In fp64, also cut in micro-batches; shards of A have fewer rows than ranks for some layers."""
+    """In fp64, also cut in micro-batches; of rank 1 the second rank has no row of A."""
     alone, start = train(ranks, setup), train(ranks, setup, rollouts=0)
     assert distance(alone.student, start.student) > 1e-3
     for run in (train(ranks, replace(setup, micro=3)), *two_ranks.run(train, replace(setup, micro=3))):
@@ -306,6 +316,16 @@ def test_a_checkpoint_holds_the_adapter_alone_and_continues_bit_for_bit(
         trained_names += ["time.stop_step_embedding"] if role == "critic" else []
         wanted = (network, "exp_avg", "exp_avg_sq", *own[1:])
         assert names == {f"{kind}/{name}" for kind in wanted for name in trained_names}
+
+
+def test_another_number_of_ranks_goes_on(ranks: Ranks, two_ranks: RankPool, tmp_path: Path) -> None:
+    two_ranks.run(ends, tmp_path)
+    wanted = trained(ranks, BOTH, 2)
+    for trainer, fresh in zip(wanted, (make_critic(ranks, BOTH), make_actor(ranks, BOTH)), strict=True):
+        start = weights(fresh)
+        fresh.load(tmp_path, trainer.counters(), 2)
+        assert distance(weights(fresh), weights(trainer)) < 1e-12
+        assert distance(weights(fresh), start) > 1e-3
 
 
 def test_a_kept_step_replays_with_its_numbers(ranks: Ranks, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from miles_dmd2.models.minimax_h3 import MiniMaxH3Adapter
 from miles_dmd2.models.minimax_h3_weights import to_native
 from miles_dmd2.models.registry import build_adapter
 from miles_dmd2.models.weights import mismatch, safetensors_shapes
-from miles_dmd2.training import ActorTrainer, CriticTrainer, OptimizerSettings, Ranks, TrainerSettings
+from miles_dmd2.training import ActorTrainer, CriticTrainer, OptimizerSettings, Ranks, TrainerSettings, wanted_ids
 from miles_dmd2.training.batching import collate
 from miles_dmd2.training.lora import as_diffusers, model_name
 from miles_dmd2.training.sharding import full, load_full
@@ -26,7 +26,8 @@ from miles_dmd2.types import RolloutSample
 from tests.families import Tiny, adapter, checkpoint, checkpoints, tiny
 from tests.tiny_h3 import h3_checkpoint
 from tests.tiny_qwen import PROMPTS, SIZE
-from tests.training.runs import same_bits, weights
+from tests.training.pool import RankPool
+from tests.training.runs import distance, same_bits, weights
 from tests.training.test_families import make_samples
 from tests.training.test_parts import h3, h3_sample
 
@@ -128,6 +129,38 @@ def test_gradient_checkpointing_gives_the_same_bits(ranks: Ranks, tiny_qwen: Pat
     )
     for one, other in zip(plain, again, strict=True):
         assert same_bits(weights(one), weights(other))
+
+
+def student_of(ranks: Ranks, checkpoint: Path, forward_dtype: torch.dtype) -> dict[str, Tensor]:
+    """Merged weights of a student after two rollouts, on rank 0; the critic's base has a plain teacher's bits."""
+    adapter = build_adapter(checkpoint, SIZE, SIZE)
+    optimizer = OptimizerSettings(lr=1e-2, beta1=0.0, eps=1e-5)  # so that AdamW does not magnify rounding
+    settings = replace(SETTINGS, optimizer=optimizer, forward_dtype=forward_dtype, gradient_checkpointing=True)
+    load, samples = adapter.load_transformer, make_samples(adapter, PROMPTS)[:4]
+    critic = CriticTrainer(settings, adapter, load(), None, ranks, told_stop_steps=4)
+    actor = ActorTrainer(replace(settings, name="actor"), adapter, load(), ranks)
+    share = [samples[i] for i in wanted_ids([range(4)], ranks.rank, ranks.world_size)]
+    for rollout_id in range(2):
+        _, scores = critic.train(rollout_id, [range(4)], share)
+        actor.train(rollout_id, [range(4)], share, ranks.gather(scores))
+    payload = actor.export_weights(["raw"])["raw"].payload
+    check_teacher(critic, CriticTrainer(replace(settings, lora=None), adapter, load(), load(), ranks), samples)
+    return dict(payload or {})
+
+
+@pytest.mark.parametrize(("forward_dtype", "rounding"), [(torch.float32, 1e-4), (torch.bfloat16, 0.5)], ids=str)
+def test_two_ranks_are_one_rank_to_rounding(
+    ranks: Ranks, two_ranks: RankPool, tiny_qwen: Path, forward_dtype: torch.dtype, rounding: float
+) -> None:
+    alone, start = student_of(ranks, tiny_qwen, forward_dtype), load_start(tiny_qwen)
+    sharded, _ = two_ranks.run(student_of, tiny_qwen, forward_dtype)
+    moved = distance(alone, start)
+    assert moved > 5e-4
+    assert distance(sharded, alone) < rounding * moved
+
+
+def load_start(checkpoint: Path) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in build_adapter(checkpoint, SIZE, SIZE).load_transformer().named_parameters()}
 
 
 @pytest.mark.parametrize("forward_dtype", [torch.float32, torch.bfloat16], ids=str)
