@@ -25,6 +25,7 @@ from miles_dmd2.checkpointing import (
     continue_from,
     sweep,
 )
+from miles_dmd2.checkpointing.adapters import SavedAdapter
 from miles_dmd2.checkpointing.manifest import schedule_facts
 from miles_dmd2.cli.checks import check_canvas, check_family, check_reward_and_reference, check_sglang
 from miles_dmd2.cli.contents import contents
@@ -44,12 +45,13 @@ from miles_dmd2.config import (
     student_clock,
 )
 from miles_dmd2.config.environment import check_environment, host_bytes
-from miles_dmd2.config.memory import GB, Limits, MemoryPlan, check_memory, render_memory
+from miles_dmd2.config.memory import GB, TRAINED, Limits, MemoryPlan, check_memory, render_memory
 from miles_dmd2.data.latents import read_latents
 from miles_dmd2.data.metadata import unscored_prompts
 from miles_dmd2.data.prompts import load_prompts
 from miles_dmd2.data.requests import TrainingRequests, eval_requests
 from miles_dmd2.evaluation import FixedEvaluation, NoEvaluation
+from miles_dmd2.models.checkpoint import component_digest
 from miles_dmd2.models.registry import known_pipelines
 from miles_dmd2.observability import RunError, SinkGroup, logger
 from miles_dmd2.run_directory import in_use
@@ -141,6 +143,7 @@ def run_facts(config: Config, trainers: Sequence[TrainerSpec]) -> RunFacts:
         schedules={spec.name: schedule_facts(spec) for spec in trainers},
         contents=contents(config, trainers),
         machine=machine_facts(config),
+        adapters={s.name: SavedAdapter.of(s.lora, component_digest(s.checkpoint, TRAINED)) for s in trainers if s.lora},
     )
 
 

@@ -7,7 +7,6 @@ import sys
 from itertools import groupby
 from pathlib import Path
 
-from miles_dmd2.config.errors import show
 from miles_dmd2.config.options import OPTIONS, Option
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "cli.md"
@@ -63,7 +62,7 @@ def _meaning(option: Option) -> tuple[str, str]:
         return meaning, said[1]
     if default is None or default == ():
         return meaning, "none"
-    return meaning, ("off", "on")[default] if option.is_switch else show(default)
+    return meaning, option.default_in_words
 
 
 def _cell(text: str) -> str:

@@ -229,14 +229,15 @@ def run(
     sink, checkpoints = Rows(), Checkpoints(directory, save_at)
     rollouts = range(start, config.rollout.num_rollout)
     clock = student_clock(config, trainers)
-    sealed = IntervalCheckpoints(
-        config.save_dir,
-        config.run.save_interval,
-        config.rollout.num_rollout,
-        train_diffusion.options(config),
-        train_diffusion.run_facts(config, trainers),
-    )
-    writer = checkpoints if pipeline is None else sealed
+    writer: Checkpoints | IntervalCheckpoints = checkpoints
+    if pipeline is not None:
+        writer = IntervalCheckpoints(
+            config.save_dir,
+            config.run.save_interval,
+            config.rollout.num_rollout,
+            train_diffusion.options(config),
+            train_diffusion.run_facts(config, trainers),
+        )
     exported = train(rollouts, source, engines, groups, NoEvaluation(), writer, sink, StopRequest(), clock)
     weights = {f"{kind}/{name}": value for kind, update in exported.items() for name, value in update.payload.items()}
     critic = groups[0].trainer

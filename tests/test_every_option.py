@@ -61,6 +61,9 @@ VALUES: dict[str, tuple[str, dict[str, str]]] = {
     "diffusion_num_steps": ("3", {}),
     "diffusion_sigmas": ("0.9,0.6,0.3,0.1", {}),
     "diffusion_flow_shift": ("3", {}),
+    "lora_rank": ("2", {}),
+    "lora_alpha": ("8", {"lora-rank": "2"}),
+    "lora_target_modules": ("inner", {"lora-rank": "2"}),
 }
 BESIDE = {"dmd2_student_input": {"dmd2-latents": "real.safetensors"}}
 # One value only; and what may change nothing but rounding, or nothing at all (tests/training).

@@ -25,6 +25,7 @@ Purpose = Literal[
     "scoring_pass_noise",
     "order",
     "probe",
+    "lora_init",
 ]
 PURPOSES: tuple[str, ...] = get_args(Purpose)
 _KEY_BITS = 63

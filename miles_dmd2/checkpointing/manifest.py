@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from miles_dmd2 import __version__
+from miles_dmd2.checkpointing.adapters import SavedAdapter
 from miles_dmd2.types import GroupState, Role
 
 FORMAT = "miles_dmd2 checkpoint"
@@ -35,11 +36,14 @@ class SavedFile:
 
 @dataclass(frozen=True, slots=True)
 class SavedGroup:
-    """One group's part: `files` relative to the checkpoint directory, one per rank, in rank order."""
+    """One group's part: `files` relative to the checkpoint directory, one per rank, in rank order. `adapter`: what the
+    files hold is over, None if all parameters are in them.
+    """
 
     role: Role
     files: Mapping[str, SavedFile]
     counters: Mapping[str, int]
+    adapter: SavedAdapter | None = None
 
     @property
     def world_size(self) -> int:
@@ -51,7 +55,8 @@ class RunFacts:
     """What the numbers of a run depend on beside its options.
 
     `contents`: option -> SHA-256 of what the files that it names hold. `schedules`: per trainer, what its learning rate
-    follows. `machine`: kept with the package versions; other values there are told, not refused.
+    follows. `machine`: kept with the package versions; other values there are told, not refused. `adapters`: of the
+    trainers that have one.
     """
 
     seed: int
@@ -63,6 +68,7 @@ class RunFacts:
     schedules: Mapping[str, Mapping[str, Any]]
     contents: Mapping[str, str]
     machine: Mapping[str, str] = field(default_factory=dict)
+    adapters: Mapping[str, SavedAdapter] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +113,8 @@ def manifest_content(
         files = {path: {"sha256": digest, "size": (directory / path).stat().st_size} for path, digest in _sorted(state)}
         schedule = {**facts.schedules.get(name, {}), "updates": state.counters.get("updates", 0)}
         groups[name] = {"role": role, "files": files, "counters": dict(state.counters), "schedule": schedule}
+        if name in facts.adapters:
+            groups[name]["adapter"] = facts.adapters[name].plain()
     (actor,) = (state for role, state in states.values() if role == "actor")
     updates = actor.counters.get("updates", 0)
     content = {
@@ -200,7 +208,9 @@ def _group(content: Mapping[str, Any]) -> SavedGroup:
         raise ValueError(f"files {list(files)[:3]}")
     if content["role"] not in get_args(Role):
         raise ValueError(f"role {content['role']!r}")
-    return SavedGroup(content["role"], files, {str(name): int(value) for name, value in content["counters"].items()})
+    counters = {str(name): int(value) for name, value in content["counters"].items()}
+    adapter = SavedAdapter.read(content["adapter"]) if "adapter" in content else None
+    return SavedGroup(content["role"], files, counters, adapter)
 
 
 def _verify(path: Path, saved: SavedFile) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from miles_dmd2.checkpointing.adapters import check_adapters
 from miles_dmd2.checkpointing.manifest import CheckpointError, Manifest, RunFacts, package_versions, read_manifest
 from miles_dmd2.checkpointing.saving import complete_steps, step_number
 from miles_dmd2.config.checks import find_checkpoint, is_inside, refuse_samples
@@ -33,6 +34,8 @@ def continue_from(path: Path, config: Config, roles: Mapping[str, Role], facts: 
         manifest = read_manifest(directory)
     except CheckpointError as error:
         raise CheckpointError(f"--load {show(path)}: {error}; {_instead(directory)}") from error
+    saved = {name: group.adapter for name, group in manifest.groups.items()}
+    check_adapters(f"--load {manifest.directory}", saved, {name: facts.adapters.get(name) for name in roles})
     notes = _check_options(manifest, config, facts)
     _check_groups(manifest, roles)
     _check_position(manifest, config)

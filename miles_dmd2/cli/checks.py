@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from miles_dmd2.config import Config, ConfigError, TrainerSpec, checks
+from miles_dmd2.config.lora import lora_layers
 from miles_dmd2.data.latents import check_latents, read_latents
 
 if TYPE_CHECKING:
@@ -49,6 +50,12 @@ def check_family(config: Config, trainers: Sequence[TrainerSpec], adapter: Model
             f"--dmd2-student-sample-type {algorithm.dmd2_student_sample_type}: {family} has "
             f"{' and '.join(adapter.sample_types)} only; use {adapter.sample_types[0]}"
         )
+    for spec in trainers:
+        if spec.lora is not None:
+            try:
+                lora_layers(adapter.weight_shapes(), spec.lora)
+            except ValueError as error:
+                raise ConfigError(f"trainer {spec.name}: {error}") from error
     shown = config.evaluation.eval_prompt_data is not None or config.rollout.custom_rm_path is not None
     if shown and adapter.num_frames < adapter.fewest_decoded_frames:
         raise ConfigError(

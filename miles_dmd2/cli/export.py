@@ -13,6 +13,8 @@ from miles_dmd2.checkpointing import CheckpointError, Manifest, SavedGroup, read
 from miles_dmd2.cli.student import check_student, student_grid, student_sampling
 from miles_dmd2.config import Config, ConfigError, checks
 from miles_dmd2.config.errors import show
+from miles_dmd2.config.lora import Lora
+from miles_dmd2.config.memory import TRAINED
 from miles_dmd2.config.options import build_config
 from miles_dmd2.data.prompts import load_prompts
 from miles_dmd2.data.requests import eval_requests
@@ -46,10 +48,17 @@ class Check:
 
 
 def export(
-    source: Path, output: Path, kind: WeightKind | None, pipeline: Path | None, check: Check | None
+    source: Path,
+    output: Path,
+    kind: WeightKind | None,
+    pipeline: Path | None,
+    check: Check | None,
+    *,
+    with_adapter: bool = False,
 ) -> Iterator[str]:
     """Write the student at or below `source` to `output`, which appears when it is complete and has passed `check`;
     yields lines that say what was done. `pipeline`: the run's --hf-checkpoint, if it was moved.
+    `with_adapter`: the student's LoRA too, as a file of its own.
 
     ConfigError or CheckpointError: bad input. ExportError: other pictures than the engine's; a sheet of both is kept.
     """
@@ -62,13 +71,18 @@ def export(
     check_student(config, adapter)
     requests = _requests(config, adapter, check) if check else []
 
-    actor, weights = _student(manifest, kind)
+    (actor,) = (group for group in manifest.groups.values() if group.role == "actor")
+    lora = _lora(actor, adapter, with_adapter)
+    trained = _student(manifest, actor, kind)
+    weights = trained if lora is None else _merged(adapter, trained, lora)
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as aside:
         written = Path(aside) / output.name
         adapter.export_pipeline(weights, student_sampling(config), written)
+        if lora is not None and with_adapter:
+            _write_adapter(trained, lora, written)
         if check is not None and sheet is not None:
-            yield from _compare(adapter, weights, written, requests, check, sheet)
+            yield from _compare(adapter, weights, written, requests, check, sheet, with_adapter=with_adapter)
             if requests[0].sigmas[0] != 1:
                 yield (
                     f"note: the grid starts at {requests[0].sigmas[0]:g}, by which the engine scales its noise and a "
@@ -90,6 +104,8 @@ def _compare(
     requests: Sequence[RolloutRequest],
     check: Check,
     sheet: Path,
+    *,
+    with_adapter: bool,
 ) -> Iterator[str]:
     """A line for each of those who make the local engine's pictures, and one for the `sheet` of all. ExportError: one
     does not, which is in the sheet, or cannot be asked.
@@ -101,6 +117,9 @@ def _compare(
         "the local engine": partial(by_engine, adapter, weights, requests, check.device),
         "plain diffusers": partial(by_diffusers, written, requests, check.device),
     }
+    if with_adapter:
+        base = adapter.checkpoint
+        sides["diffusers with the adapter"] = partial(by_diffusers, written, requests, check.device, base=base)
     if check.sglang is not None:
         exported = build_adapter(written, adapter.height, adapter.width, adapter.num_frames)
         sides["SGLang"] = partial(by_sglang, exported, requests, check.sglang, written.parent / "sglang.log")
@@ -141,14 +160,47 @@ def _sound(directory: Path) -> Manifest:
         raise CheckpointError(f"RUN {show(directory)}: {error}; {instead}") from error
 
 
-def _student(manifest: Manifest, kind: WeightKind) -> tuple[SavedGroup, dict[str, Tensor]]:
+def _student(manifest: Manifest, actor: SavedGroup, kind: WeightKind) -> dict[str, Tensor]:
     from miles_dmd2.training.saved_student import saved_student
 
-    (actor,) = (group for group in manifest.groups.values() if group.role == "actor")
     try:
-        return actor, saved_student([manifest.directory / name for name in actor.files], kind)
+        return saved_student([manifest.directory / name for name in actor.files], kind)
     except ValueError as error:
         raise CheckpointError(f"RUN {show(manifest.directory)}: {error}; give another checkpoint") from error
+
+
+def _lora(actor: SavedGroup, adapter: ModelAdapter, wanted: bool) -> Lora | None:
+    """The student's adapter, None if it trained all parameters. ConfigError: none to write, or another base here."""
+    from miles_dmd2.models.checkpoint import component_digest
+
+    if actor.adapter is None:
+        if wanted:
+            raise ConfigError("--adapter: the student has none, it trained all parameters; leave it out")
+        return None
+    if component_digest(adapter.checkpoint, TRAINED) != actor.adapter.base_sha256:
+        raise ConfigError(
+            f"--hf-checkpoint {show(adapter.checkpoint)}: has another transformer than the one that the student's "
+            "adapter was trained on; give that one"
+        )
+    return actor.adapter.lora
+
+
+def _merged(adapter: ModelAdapter, trained: Mapping[str, Tensor], lora: Lora) -> dict[str, Tensor]:
+    from miles_dmd2.training.lora import merged
+
+    base = {name: value.detach() for name, value in adapter.load_transformer().named_parameters()}
+    return merged({**base, **trained}, lora.scale)
+
+
+def _write_adapter(trained: Mapping[str, Tensor], lora: Lora, written: Path) -> None:
+    from safetensors.torch import save_file
+
+    from miles_dmd2.models.export import ADAPTER_DIRECTORY, ADAPTER_FILE
+    from miles_dmd2.training.lora import as_diffusers
+
+    directory = written / ADAPTER_DIRECTORY
+    directory.mkdir()
+    save_file(as_diffusers(trained, lora.scale), directory / ADAPTER_FILE, metadata={"format": "pt"})
 
 
 def _options_of(manifest: Manifest, pipeline: Path | None) -> Config:

@@ -21,7 +21,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         given = _parser().parse_args(sys.argv[1:] if argv is None else argv)
         kind = cast("WeightKind | None", given.weights)
-        for line in export(given.run, given.output, kind, given.hf_checkpoint, _check(given)):
+        for line in export(
+            given.run, given.output, kind, given.hf_checkpoint, _check(given), with_adapter=given.adapter
+        ):
             print(line, flush=True)
     except (ConfigError, CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -54,6 +56,11 @@ def _parser() -> _Parser:
     ex.add_argument("--output", type=Path, required=True, metavar="DIR", help="the pipeline's directory, a new one")
     ex.add_argument("--weights", choices=("raw", "ema"), help="as trained, or averaged (default: ema if kept)")
     ex.add_argument("--hf-checkpoint", type=Path, metavar="DIR", help="the run's pipeline, if it was moved")
+    ex.add_argument(
+        "--adapter",
+        action="store_true",
+        help="write the student's LoRA too, as DIR/lora, which diffusers loads on the run's pipeline",
+    )
     ex.add_argument(
         "--check",
         action=argparse.BooleanOptionalAction,

@@ -19,7 +19,7 @@ from miles_dmd2.engines.sglang.server import ManagedServer, SGLangLaunch
 from miles_dmd2.media.gallery import contact_sheet, shown_frames
 from miles_dmd2.media.pixels import eight_bit
 from miles_dmd2.models.base import ModelAdapter
-from miles_dmd2.models.export import STUDENT_FILE
+from miles_dmd2.models.export import ADAPTER_DIRECTORY, STUDENT_FILE
 from miles_dmd2.models.loading import quiet
 from miles_dmd2.types import RolloutRequest, RolloutSample, WeightVersion
 
@@ -90,8 +90,12 @@ def _made(samples: Sequence[RolloutSample]) -> list[Made]:
     return [Made(sample.x0, sample.media) for sample in samples if sample.media is not None]
 
 
-def by_diffusers(exported: Path, requests: Sequence[RolloutRequest], device: str) -> list[Made]:
-    """What was exported, by the pipeline's own class, called with what student.json says."""
+def by_diffusers(
+    exported: Path, requests: Sequence[RolloutRequest], device: str, *, base: Path | None = None
+) -> list[Made]:
+    """What was exported, by the pipeline's own class, called with what student.json says. `base`: a pipeline whose
+    transformer, with the exported adapter loaded, is in the place of the merged one.
+    """
     import diffusers
 
     notes: dict[str, Any] = json.loads((exported / STUDENT_FILE).read_text())
@@ -100,6 +104,11 @@ def by_diffusers(exported: Path, requests: Sequence[RolloutRequest], device: str
         pipeline: Any = getattr(diffusers, name).from_pretrained(
             exported, dtype=torch.float32, use_safetensors=True, local_files_only=True
         )
+        if base is not None:
+            pipeline.transformer = type(pipeline.transformer).from_pretrained(
+                base, subfolder="transformer", dtype=torch.float32, use_safetensors=True, local_files_only=True
+            )
+            pipeline.load_lora_weights(exported / ADAPTER_DIRECTORY, local_files_only=True)
     pipeline.to(device)
     pipeline.set_progress_bar_config(disable=True)
     _start_at(pipeline, notes["sigmas"][0])

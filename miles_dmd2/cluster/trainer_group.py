@@ -246,6 +246,7 @@ def _settings(job: TrainerJob) -> TrainerSettings:
         micro_batch_size=spec.micro_batch_size,
         forward_dtype=dtype_of(job.worker.forward_dtype),
         gradient_checkpointing=job.gradient_checkpointing,
+        lora=spec.lora,
         bad_batch_directory=job.bad_batch_directory,
     )
 
@@ -271,7 +272,7 @@ def build_trainer(
         _settings(job),
         adapter,
         _start(job, adapter),
-        adapter.load_transformer(),
+        adapter.load_transformer() if job.spec.lora is None else None,
         ranks,
         score_sigma=_score_sigma(job),
         loss_space=job.critic_loss_space,

@@ -199,9 +199,8 @@ def _add_flag(group: Any, option: Option) -> None:
     text = option.description
     if option.info.is_required():
         text += " (required)"
-    elif option.info.default is not None and not option.is_list:
-        default = option.info.default
-        text += f" (default: {('off', 'on')[default] if option.is_switch else show(default)})"
+    elif option.info.default not in (None, ()):
+        text += f" (default: {option.default_in_words})"
     elif "(default" not in text:
         text += " (default: none)"
     text = text.replace("%", "%%")

@@ -13,6 +13,7 @@ from typing import Literal
 
 from miles_dmd2.config.errors import ConfigError
 from miles_dmd2.config.headers import Weight
+from miles_dmd2.config.lora import block_of, lora_shapes
 from miles_dmd2.config.schema import Config
 from miles_dmd2.config.sglang import SHARED_MEMORY
 from miles_dmd2.config.trainers import TrainerSpec
@@ -74,14 +75,31 @@ def build_memory(
     trainers: Sequence[TrainerSpec],
     components: Mapping[str, Sequence[Weight]],
     width: Width | None = None,
+    trained: Mapping[str, Sequence[int]] | None = None,
 ) -> MemoryPlan:
     """`components`: of the checkpoint, see `headers.read_components`; the trained one is `transformer`.
 
-    `width`: of an engine's copy; default: everything in the dtype of the forwards.
+    `width`: of an engine's copy; default: everything in the dtype of the forwards. `trained`: names and shapes of the
+    trained network's weights, where they are not the file's. ConfigError: an adapter over layers that it has not.
     """
+    shapes = trained or {weight.name: weight.shape for weight in components[TRAINED]}
+    adapters = {spec.name: _adapter(spec, shapes) for spec in trainers}
     engine = {name: served_bytes(name, parts, config.model.forward_dtype, width) for name, parts in components.items()}
-    nodes = [_Node(config, trainers, components[TRAINED], engine, n) for n in range(config.cluster.actor_num_nodes)]
+    nodes = [
+        _Node(config, trainers, components[TRAINED], adapters, engine, n) for n in range(config.cluster.actor_num_nodes)
+    ]
     return MemoryPlan(tuple(node.memory() for node in nodes))
+
+
+def _adapter(spec: TrainerSpec, shapes: Mapping[str, Sequence[int]]) -> tuple[Weight, ...]:
+    """The parameters of a trainer's adapter in master precision; none for one that trains all parameters."""
+    if spec.lora is None:
+        return ()
+    try:
+        named = lora_shapes(shapes, spec.lora)
+    except ValueError as error:
+        raise ConfigError(f"trainer {spec.name}: {error}") from error
+    return tuple(Weight(name, "F32", shape, MASTER * shape[0] * shape[1]) for name, shape in named.items())
 
 
 def served_bytes(component: str, weights: Iterable[Weight], dtype: Dtype, width: Width | None = None) -> int:
@@ -105,20 +123,10 @@ def unit_values(weights: Iterable[Weight]) -> tuple[int, int]:
     """(values of the largest block, values outside of blocks): the network's own numbered lists are its blocks."""
     units: dict[str, int] = {}
     for weight in weights:
-        unit = _unit(weight.name)
+        unit = block_of(weight.name)
         units[unit] = units.get(unit, 0) + weight.values
     outside = units.pop("", 0)
     return max(units.values(), default=0), outside
-
-
-def _unit(name: str) -> str:
-    """`transformer_blocks.3` of `transformer_blocks.3.attn.to_q.weight`, `token_refiner.blocks.0` of a list inside a
-    module; empty for what is in no list of blocks.
-    """
-    parts = name.split(".")
-    if len(parts) > 2 and parts[1].isdigit():
-        return ".".join(parts[:2])
-    return ".".join(parts[:3]) if len(parts) > 3 and parts[1].endswith("blocks") and parts[2].isdigit() else ""
 
 
 def sharded(spec: TrainerSpec, dtype: str) -> bool:
@@ -130,9 +138,16 @@ class _Node:
     """The memory of one node: rank r and engine r are on its device r % per_node (cluster/placement.py)."""
 
     def __init__(
-        self, config: Config, trainers: Sequence[TrainerSpec], trained: Sequence[Weight], engine: Bytes, node: int
+        self,
+        config: Config,
+        trainers: Sequence[TrainerSpec],
+        trained: Sequence[Weight],
+        adapters: Mapping[str, Sequence[Weight]],
+        engine: Bytes,
+        node: int,
     ) -> None:
         self.config, self.trainers, self.trained, self.engine, self.node = config, trainers, trained, engine, node
+        self.adapters = adapters
         self.sglang = config.rollout.rollout_engine == "sglang"
         self.on_cpu = config.cluster.device == "cpu"
         self.full = sum(weight.values for weight in trained) * MASTER
@@ -170,17 +185,24 @@ class _Node:
             return {f"engine {name}": size for name, size in self.engine.items()}
         spec = next(spec for spec in self.trainers if spec.name == awake)
         state = self._state(spec)
-        gradients = shard_values(self.trained, spec.num_ranks) * MASTER
+        gradients = shard_values(self._optimized(spec), spec.num_ranks) * MASTER
         return {**state, "gradients": gradients, **self._gathered(spec)}
+
+    def _optimized(self, spec: TrainerSpec) -> Sequence[Weight]:
+        """What has gradients and moments."""
+        return self.adapters[spec.name] or self.trained
 
     def _state(self, spec: TrainerSpec) -> Bytes:
         """What a rank holds awake and carries to the host to sleep."""
-        shard = shard_values(self.trained, spec.num_ranks) * MASTER
-        state = {"master weights": shard, "moments": 2 * shard}
-        if spec.role == "critic":
-            state["teacher"] = shard
-        elif self.config.keeps_ema:
-            state["average"] = shard
+        whole = shard_values(self.trained, spec.num_ranks) * MASTER
+        own = shard_values(self._optimized(spec), spec.num_ranks) * MASTER
+        state = {"master weights": own, "moments": 2 * own}
+        if spec.lora is not None:
+            state = {"frozen base": whole, **state}  # a critic's is the teacher
+        elif spec.role == "critic":
+            state["teacher"] = whole
+        if spec.role == "actor" and self.config.keeps_ema:
+            state["average"] = own
         return state
 
     def _gathered(self, spec: TrainerSpec) -> Bytes:
@@ -190,9 +212,11 @@ class _Node:
         dtype = self.config.model.forward_dtype
         if not sharded(spec, dtype):
             return {}
-        block, root = unit_values(self.trained)
+        block, root = unit_values([*self.trained, *self.adapters[spec.name]])
+        with_gradients, _ = unit_values(self._optimized(spec))
         width = FORWARD[dtype]
-        return {"gathered weights": (root + 2 * block) * width, "gathered gradients": block * (width + MASTER)}
+        gradients = with_gradients * (width + MASTER)
+        return {"gathered weights": (root + 2 * block) * width, "gathered gradients": gradients}
 
     def _asleep(self, awake: str | None) -> Bytes:
         """Host copies. A trainer's stay when it wakes (models/offload.py), and so do an engine's: torch keeps pinned
@@ -208,7 +232,7 @@ class _Node:
 
     def _loading(self, spec: TrainerSpec) -> Bytes:
         """Each rank that loads has the whole networks in fp32 before it cuts its part: see training/network.py."""
-        networks = 2 if spec.role == "critic" else 1
+        networks = 2 if spec.role == "critic" and spec.lora is None else 1
         count = self.count(spec.name)
         return {"loading": min(count, self.config.cluster.load_ranks_at_once or count) * networks * self.full}
 

@@ -122,6 +122,13 @@ class Option:
         return _Shape.of(self.info).is_list
 
     @property
+    def default_in_words(self) -> str:
+        default = self.info.default
+        if self.is_switch:
+            return ("off", "on")[default]
+        return " ".join(map(show, default)) if self.is_list else show(default)
+
+    @property
     def metavar(self) -> str:
         words = {int: "INT", float: "NUMBER", str: "TEXT", Path: "PATH", tuple[str, ...]: "TEXT"}
         return words.get(_Shape.of(self.info).base, "FILE.yaml")

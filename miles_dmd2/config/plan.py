@@ -34,6 +34,7 @@ class GroupPlan:
     micro_batch_size: int
     micro_batches: int
     lr: float
+    trains: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +152,7 @@ def _group(trainer: TrainerSpec, per_node: int) -> GroupPlan:
         micro_batch_size=trainer.micro_batch_size,
         micro_batches=trainer.micro_batches,
         lr=trainer.lr,
+        trains="all parameters" if trainer.lora is None else str(trainer.lora),
     )
 
 
@@ -322,6 +324,7 @@ def render_plan(plan: Plan) -> str:
             f"  {group.name:<12} {group.role} on {group.placement}; updates of {group.window_size} samples = "
             f"{group.ranks} ranks x {group.micro_batches} micro-batches x {group.micro_batch_size}; "
             f"{group.updates_per_rollout} a rollout, {group.updates} in all, lr {group.lr:g}"
+            f"{'' if group.trains == 'all parameters' else f'; {group.trains}'}"
         )
     lines += [
         f"  per update   engine {forwards.engine:g} forwards, critic {forwards.critic} with backward"

@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from miles_dmd2.config.functions import check_form
+from miles_dmd2.config.lora import ALL_LINEAR
 from miles_dmd2.config.parts import parse_parts, written
 from miles_dmd2.config.section import (
     Alone,
@@ -306,6 +307,17 @@ class TrainerSection(Section):
     )
     micro_batch_size: PositiveInt | None = Field(
         None, description="samples per forward and rank (default: all at once)"
+    )
+    lora_rank: NonNegativeInt = Field(
+        0, description="train a LoRA adapter of this rank on the frozen --hf-checkpoint; 0: all parameters"
+    )
+    lora_alpha: PositiveInt | None = Field(
+        None, description="the adapter counts alpha / rank times (default: the rank, so once)"
+    )
+    lora_target_modules: tuple[str, ...] = Field(
+        (ALL_LINEAR,),
+        description=f"linear layers of the network's blocks with an adapter, by the ends of their names, as to_q to_v; "
+        f"{ALL_LINEAR}: each of them",
     )
 
 

@@ -12,6 +12,7 @@ from pydantic import Field, ValidationError
 
 from miles_dmd2.config.clock import StudentClock
 from miles_dmd2.config.errors import ConfigError, near_divisors, nearest, show
+from miles_dmd2.config.lora import Lora
 from miles_dmd2.config.options import reason
 from miles_dmd2.config.schema import Config
 from miles_dmd2.config.section import PositiveInt
@@ -23,6 +24,7 @@ FLAG = "--trainer-config"
 _ROLES = ("critic", "actor")
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
 _ENTRY_KEYS = ("name", "role", "args")
+_OF_LORA = ("lora_alpha", "lora_target_modules")
 _WHAT = "a YAML list of {name, role, args}"
 
 
@@ -46,6 +48,7 @@ class TrainerSpec:
     window_size: int
     num_ranks: int
     micro_batch_size: int  # samples per forward and rank; divides window_size / num_ranks
+    lora: Lora | None = None  # None: all parameters are trained
 
     @property
     def samples_per_rank(self) -> int:
@@ -86,6 +89,7 @@ def resolve_trainers(config: Config) -> tuple[TrainerSpec, ...]:
     entries = read_trainer_entries([entry.model_dump() for entry in given])
     settings = [_settings(config, entry) for entry in entries]
     pairs = list(zip(entries, settings, strict=True))
+    _check_lora_is_read(config, settings)
     critic, steps = next((e.name, s.num_steps_per_rollout) for e, s in pairs if e.role == "critic")
     window = _window(config, steps, f"trainer {critic}")
     clock = _clock(config, steps, f"trainer {critic}")
@@ -221,7 +225,38 @@ def _resolve(
         window_size=window,
         num_ranks=settings.num_gpus,
         micro_batch_size=micro,
+        lora=_lora(config, entry, settings, where),
     )
+
+
+def _lora(config: Config, entry: TrainerEntry, settings: TrainerSettings, where: str) -> Lora | None:
+    """ConfigError: options of an adapter for a trainer without one, or a base that is not the run's."""
+    if not settings.lora_rank:
+        if unread := next((name for name in _OF_LORA if name in entry.args), None):
+            raise ConfigError(
+                f"{where}: {unread.replace('_', '-')} {show(entry.args[unread])}: is never read with --lora-rank 0; "
+                "leave it out, or give this trainer a rank"
+            )
+        return None
+    if settings.hf_checkpoint != config.model.hf_checkpoint:
+        raise ConfigError(
+            f"{where}: hf-checkpoint {show(settings.hf_checkpoint)}: with --lora-rank {settings.lora_rank} the frozen "
+            f"base is the run's --hf-checkpoint {show(config.model.hf_checkpoint)}; leave it out"
+        )
+    return Lora(settings.lora_rank, settings.lora_alpha or settings.lora_rank, settings.lora_target_modules)
+
+
+def _check_lora_is_read(config: Config, settings: Sequence[TrainerSettings]) -> None:
+    """ConfigError: flags of an adapter in a run that has none."""
+    if any(one.lora_rank for one in settings):
+        return
+    for name in _OF_LORA:
+        value = getattr(config.trainer, name)
+        if value != TrainerSection.model_fields[name].default:
+            shown = " ".join(value) if isinstance(value, tuple) else str(value)
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {shown}: is never read with --lora-rank 0; leave it out, or give a rank"
+            )
 
 
 def _window(config: Config, steps: int, where: str) -> int:

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from miles_dmd2.algo import normal_stream
+from miles_dmd2.config.headers import read_component
 from miles_dmd2.models.export import StudentSampling
 from miles_dmd2.models.serving import ServingFormat
-from miles_dmd2.models.weights import safetensors_shapes
 from miles_dmd2.types import Conditioning, SampleType
 
 VISUAL = "visual"
@@ -133,7 +133,7 @@ class ModelAdapter(ABC):
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Names and shapes of the trained weights, from the headers of the checkpoint's files."""
-        return safetensors_shapes(self.checkpoint / "transformer")
+        return {weight.name: weight.shape for weight in read_component(self.checkpoint / "transformer")}
 
     @abstractmethod
     def load_transformer(self, dtype: torch.dtype = torch.float32) -> nn.Module: ...

@@ -21,6 +21,8 @@ from miles_dmd2.types import SampleType
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5")  # never read here, so never copied
 WEIGHTS_FILE = "diffusion_pytorch_model.safetensors"
 STUDENT_FILE = "student.json"
+ADAPTER_DIRECTORY = "lora"  # beside the pipeline's components
+ADAPTER_FILE = "pytorch_lora_weights.safetensors"  # the name that diffusers looks for
 
 
 @dataclass(frozen=True, slots=True)

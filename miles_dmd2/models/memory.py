@@ -12,9 +12,9 @@ from miles_dmd2.models.registry import build_adapter
 
 def plan_memory(config: Config, trainers: Sequence[TrainerSpec]) -> MemoryPlan:
     """ConfigError: files that cannot be read. Nothing is loaded."""
-    serving = None
-    if config.rollout.rollout_engine == "sglang":
-        serving = build_adapter(config.model.hf_checkpoint, *config.canvas).serving
+    adapter = build_adapter(config.model.hf_checkpoint, *config.canvas)
+    serving = adapter.serving if config.rollout.rollout_engine == "sglang" else None
     started = trainers if config.rollout.debug_rollout_only is None else ()
     components = read_components(config.model.hf_checkpoint)
-    return build_memory(config, started, components, None if serving is None else serving.served_width)
+    width = None if serving is None else serving.served_width
+    return build_memory(config, started, components, width, adapter.weight_shapes())

@@ -129,11 +129,12 @@ class ActorTrainer(Trainer):
         """
         self.residence.require_awake(f"{self.settings.name}.export_weights")
         updates: dict[WeightKind, WeightUpdate] = {}
+        lora = self.settings.lora
         if "raw" in kinds:
-            updates["raw"] = export(self.network, self.adapter, self.ranks, self.updates, "raw")
+            updates["raw"] = export(self.network, self.adapter, self.ranks, self.updates, "raw", lora)
         if "ema" in kinds and self.ema is not None:
             with self.ema.swapped_in():
-                updates["ema"] = export(self.network, self.adapter, self.ranks, self.updates, "ema")
+                updates["ema"] = export(self.network, self.adapter, self.ranks, self.updates, "ema", lora)
         return updates
 
     def _own_facts(self) -> dict[str, Any]:

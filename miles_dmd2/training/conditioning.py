@@ -35,6 +35,7 @@ class StopStepConditioning:
         module.register_forward_hook(self._add)
         self.num_steps = num_steps
         self._steps: Tensor | None = None
+        self._off = False
 
     @contextmanager
     def told(self, stop_steps: Tensor) -> Iterator[None]:
@@ -45,7 +46,18 @@ class StopStepConditioning:
         finally:
             self._steps = None
 
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Forwards inside the block are of the network without the embedding."""
+        self._off = True
+        try:
+            yield
+        finally:
+            self._off = False
+
     def _add(self, module: nn.Module, _inputs: object, output: Tensor) -> Tensor:
+        if self._off:
+            return output
         if self._steps is None:
             raise RuntimeError("the critic is told the stop step, but this forward was not: use told(stop_steps)")
         # One sample may have several rows, of several clocks.

@@ -17,7 +17,7 @@ from miles_dmd2.training.batching import MicroBatch, Windows, wanted_ids
 from miles_dmd2.training.conditioning import StopStepConditioning
 from miles_dmd2.training.distributed import Ranks
 from miles_dmd2.training.metrics import Reduction
-from miles_dmd2.training.network import Network
+from miles_dmd2.training.network import BaseNetwork, Network
 from miles_dmd2.training.parts import PICTURE_ALONE, TrainedPart
 from miles_dmd2.training.scoring import (
     CRITIC_STEP,
@@ -48,7 +48,7 @@ class CriticTrainer(Trainer):
         settings: TrainerSettings,
         adapter: ModelAdapter,
         critic: nn.Module,
-        teacher: nn.Module,
+        teacher: nn.Module | None,
         ranks: Ranks,
         *,
         score_sigma: ScoreSigma = PUBLISHED_SCORE_SIGMA,
@@ -58,30 +58,37 @@ class CriticTrainer(Trainer):
         told_stop_steps: int | None = None,
         part_weights: Mapping[str, float] = PICTURE_ALONE,
     ) -> None:
-        """Takes both modules over. `score_sigma`: the law of noise levels. `guidance` of the teacher, None for none.
+        """Takes the modules over. `teacher`: None with `settings.lora`, then the base of the critic's adapter is both.
+        `score_sigma`: the law of noise levels. `guidance` of the teacher, None for none.
         `part_weights`: of the losses of the latent's parts.
         `told_stop_steps`: the student's number of steps N if the critic is told the stop step of a sample, None for the
-        plain critic. ValueError: critic and teacher are one module, unknown scoring.
+        plain critic. ValueError: critic and teacher are one module, a teacher that is missing or one too many, unknown
+        scoring.
         """
         if critic is teacher:
             raise ValueError("critic and teacher must be two modules: one of them trains")
+        if (teacher is None) != (settings.lora is not None):
+            raise ValueError("a critic with an adapter has its base as the teacher, any other needs a teacher")
         if scoring not in get_args(Scoring):
             raise ValueError(f"scoring must be one of {get_args(Scoring)}, got {scoring!r}")
-        self.teacher = Network(
-            "teacher",
-            adapter,
-            teacher,
-            ranks,
-            trainable=False,
-            forward_dtype=settings.forward_dtype,
-            master_dtype=settings.master_dtype,
-        )
-        self._guided_teacher = GuidedTeacher(self.teacher, adapter, guidance)
         self.conditioning: StopStepConditioning | None = None
 
         def add_conditioning(module: nn.Module) -> None:
             if told_stop_steps is not None:
                 self.conditioning = StopStepConditioning(adapter, module, told_stop_steps)
+
+        def frozen(trained: Network) -> Network | BaseNetwork:
+            if teacher is None:
+                return BaseNetwork("teacher", adapter, trained, self.conditioning)
+            return Network(
+                "teacher",
+                adapter,
+                teacher,
+                ranks,
+                trainable=False,
+                forward_dtype=settings.forward_dtype,
+                master_dtype=settings.master_dtype,
+            )
 
         super().__init__(
             settings,
@@ -89,9 +96,11 @@ class CriticTrainer(Trainer):
             critic,
             ranks,
             part_weights=part_weights,
-            frozen=(self.teacher,),
+            frozen=frozen,
             before_sharding=add_conditioning,
         )
+        _, self.teacher = self._networks
+        self._guided_teacher = GuidedTeacher(self.teacher, adapter, guidance)
         self.score_sigma, self.loss_space, self.scoring = score_sigma, loss_space, scoring
         self.told_stop_steps = told_stop_steps
 

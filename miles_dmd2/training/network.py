@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 
 from miles_dmd2.models.base import ModelAdapter
 from miles_dmd2.models.offload import Entry, Residence, own_storage
+from miles_dmd2.training.conditioning import StopStepConditioning
 from miles_dmd2.training.distributed import Ranks
+from miles_dmd2.training.lora import without_lora
 from miles_dmd2.training.sharding import local, shard
 
 logger = logging.getLogger(__name__)
@@ -37,9 +40,11 @@ class Network:
         master_dtype: torch.dtype = torch.float32,
         silent: Mapping[str, str] = MappingProxyType({}),
         gradient_checkpointing: bool = False,
+        adapt: Callable[[nn.Module, Collection[str]], None] | None = None,
         before_sharding: Callable[[nn.Module], None] | None = None,
     ) -> None:
         """Takes the module over. `silent`: parameters, beside the idle ones, whose gradient is 0 in this run.
+        `adapt` freezes the module and adds an adapter, but to weights of these names; then that is what is trained.
         `before_sharding` may add parameters to it.
         """
         self.role = role
@@ -50,8 +55,13 @@ class Network:
         self._adapter = adapter
         if gradient_checkpointing:
             cast(Any, module).enable_gradient_checkpointing()  # diffusers' own
+        self._has_base = adapt is not None
         if trainable:
-            self._freeze_idle({**adapter.idle_parameters(module), **silent})
+            idle = {**adapter.idle_parameters(module), **silent}
+            if adapt is None:
+                self._freeze_idle(idle)
+            else:
+                adapt(module, idle.keys())
         if before_sharding is not None:
             before_sharding(module)
         self._units = adapter.shard_units(module)
@@ -71,9 +81,13 @@ class Network:
         return self._adapter.velocity(self.module, x, sigma, cond)
 
     def entries(self) -> list[Entry]:
-        """Every tensor that the network holds on the device. What never changes is frozen: all, or the buffers."""
+        """Every tensor that the network holds on the device. What never changes is frozen: all, or the base of an
+        adapter, or the buffers.
+        """
         parameters = [
-            Entry(f"{self.role}/{name}", local(p), frozen=not self.trained)
+            Entry(
+                f"{self.role}/{name}", local(p), frozen=name not in self.trained if self._has_base else not self.trained
+            )
             for name, p in self.module.named_parameters()
         ]
         buffers = [
@@ -95,3 +109,33 @@ class Network:
         for name, gradient in idle.items():
             self.module.get_parameter(name).requires_grad_(False)
             logger.info("%s: %s stays as it is (its gradient is %s)", self.role, name, gradient)
+
+
+class BaseNetwork:
+    """The frozen base of a network with an adapter, as a network of its own role: it holds no tensor of its own.
+
+    Its forwards are bit for bit those of the module before anything was added to it: the adapter is off, and so is the
+    stop-step embedding.
+    """
+
+    def __init__(
+        self, role: str, adapter: ModelAdapter, network: Network, conditioning: StopStepConditioning | None
+    ) -> None:
+        self.role = role
+        self.module = network.module
+        self.forwards = 0
+        self._adapter, self._conditioning = adapter, conditioning
+
+    def velocity(self, x: Tensor, sigma: Tensor, cond: Mapping[str, Tensor]) -> Tensor:
+        self.forwards += x.shape[0]
+        with ExitStack() as off:
+            off.enter_context(without_lora(self.module))
+            if self._conditioning is not None:
+                off.enter_context(self._conditioning.off())
+            return self._adapter.velocity(self.module, x, sigma, cond)
+
+    def entries(self) -> list[Entry]:
+        return []
+
+    def refuse_while_asleep(self, residence: Residence) -> None:
+        """The network whose base this is refuses for both."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from miles_dmd2.config.lora import Lora
 from miles_dmd2.models.base import ModelAdapter
 from miles_dmd2.training.actor import ActorTrainer
 from miles_dmd2.training.bad_batch import BadBatch, read_bad_batch
@@ -44,12 +45,14 @@ def build(bad: BadBatch, adapter: ModelAdapter, ranks: Ranks) -> CriticTrainer |
     if facts["role"] == "actor":
         return ActorTrainer(settings, adapter, adapter.load_transformer(), ranks, **own)
     own["score_sigma"] = ScoreSigma(**own["score_sigma"])
-    return CriticTrainer(settings, adapter, adapter.load_transformer(), adapter.load_transformer(), ranks, **own)
+    teacher = adapter.load_transformer() if settings.lora is None else None
+    return CriticTrainer(settings, adapter, adapter.load_transformer(), teacher, ranks, **own)
 
 
 def trainer_settings(facts: Mapping[str, Any], window: int) -> TrainerSettings:
     kept = facts["settings"]
     optimizer = OptimizerSettings(**kept["optimizer"])
+    lora = kept["lora"]
     return TrainerSettings(
         name=kept["name"],
         seed=kept["seed"],
@@ -57,4 +60,5 @@ def trainer_settings(facts: Mapping[str, Any], window: int) -> TrainerSettings:
         micro_batch_size=kept["micro_batch_size"] or window // facts["world_size"],
         forward_dtype=getattr(torch, kept["forward_dtype"]),
         master_dtype=getattr(torch, kept["master_dtype"]),
+        lora=None if lora is None else Lora(lora["rank"], lora["alpha"], tuple(lora["target_modules"])),
     )

@@ -15,7 +15,8 @@ from miles_dmd2.types import WeightKind
 
 def saved_student(files: Sequence[Path], kind: WeightKind) -> dict[str, Tensor]:
     """What `ActorTrainer.export_weights` gave when the actor's ranks wrote `files` (in rank order): full fp32 tensors
-    in the model's own names, bit for bit. ValueError: files that hold no student, or no average for kind "ema".
+    in the model's own names, bit for bit. Of a student with an adapter it is the adapter, to be merged with its base.
+    ValueError: files that hold no student, or no average for kind "ema".
     """
     weights = read_whole(files, f"{ActorTrainer.network_role}/")
     if not weights:

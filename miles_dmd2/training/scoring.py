@@ -21,7 +21,7 @@ from miles_dmd2.algo import (
 )
 from miles_dmd2.models.base import ModelAdapter
 from miles_dmd2.training.batching import MicroBatch
-from miles_dmd2.training.network import Network
+from miles_dmd2.training.network import BaseNetwork, Network
 from miles_dmd2.types import Conditioning
 
 Scoring = Literal["fused", "original"]
@@ -109,7 +109,7 @@ class Guidance:
 class GuidedTeacher:
     """The frozen network's clean prediction. Unguided it is one forward per sample, guided it is two."""
 
-    def __init__(self, network: Network, adapter: ModelAdapter, guidance: Guidance | None) -> None:
+    def __init__(self, network: Network | BaseNetwork, adapter: ModelAdapter, guidance: Guidance | None) -> None:
         self.network, self._adapter, self._guidance = network, adapter, guidance
         self.forwards_per_sample = 1 if guidance is None else 2
 

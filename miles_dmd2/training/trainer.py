@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from miles_dmd2.config.lora import Lora
 from miles_dmd2.models.base import ModelAdapter
 from miles_dmd2.models.offload import Entry, Residence
 from miles_dmd2.observability.declared import reductions
@@ -21,8 +23,9 @@ from miles_dmd2.training.checkpoint import rank_file, read_tensors, write_tensor
 from miles_dmd2.training.device_memory import DeviceMemory
 from miles_dmd2.training.distributed import Ranks
 from miles_dmd2.training.ema import Ema
+from miles_dmd2.training.lora import add_lora
 from miles_dmd2.training.metrics import MetricBuffer, Reduction, per_step
-from miles_dmd2.training.network import Network
+from miles_dmd2.training.network import BaseNetwork, Network
 from miles_dmd2.training.optimizer import AdamW, OptimizerSettings, clip_gradients, gradient_norm, learning_rate
 from miles_dmd2.training.parts import PICTURE_ALONE, silent_heads, trained_parts
 from miles_dmd2.training.sharding import row_range
@@ -37,7 +40,8 @@ class TrainerSettings:
     """Values that both roles need. `micro_batch_size` None: a rank's share of a window in one forward.
 
     Master weights, moments and averages are `master_dtype`, forwards of the transformers `forward_dtype`.
-    `bad_batch_directory`: where the first steps that are not finite are kept; None: nowhere.
+    `lora`: None trains all parameters. `bad_batch_directory`: where the first steps that are not finite are kept; None:
+    nowhere.
     """
 
     name: str
@@ -47,6 +51,7 @@ class TrainerSettings:
     forward_dtype: torch.dtype = torch.float32
     master_dtype: torch.dtype = torch.float32
     gradient_checkpointing: bool = False
+    lora: Lora | None = None
     train_input_hook: TrainInputHook | None = None
     bad_batch_directory: Path | None = None
 
@@ -91,9 +96,12 @@ class Trainer:
         part_weights: Mapping[str, float] = PICTURE_ALONE,
         ema_decay: float = 0.0,
         ema_start: int = 0,
-        frozen: Sequence[Network] = (),
+        frozen: Callable[[Network], Network | BaseNetwork] | None = None,
         before_sharding: Callable[[nn.Module], None] | None = None,
     ) -> None:
+        """`frozen`: makes the frozen network beside the trained one, which it is given. `before_sharding`: as
+        `Network` has it.
+        """
         self.settings, self.adapter, self.ranks = settings, adapter, ranks
         self.parts = trained_parts(adapter, part_weights)
         self.network = Network(
@@ -106,6 +114,7 @@ class Trainer:
             master_dtype=settings.master_dtype,
             silent=silent_heads(adapter, self.parts),
             gradient_checkpointing=settings.gradient_checkpointing,
+            adapt=None if settings.lora is None else partial(self._adapt, settings.lora),
             before_sharding=before_sharding,
         )
         self.optimizer = AdamW(self.network.trained, settings.optimizer)
@@ -117,7 +126,9 @@ class Trainer:
         self._inputs: _Inputs | None = None
         self._dumps = 0
         self._memory = DeviceMemory(ranks.device)
-        self._networks = (self.network, *frozen)
+        self._networks: list[Network | BaseNetwork] = [self.network]
+        if frozen is not None:
+            self._networks.append(frozen(self.network))
         self.residence = Residence(self._entries())
         for network in self._networks:
             network.refuse_while_asleep(self.residence)
@@ -163,6 +174,9 @@ class Trainer:
             "skipped_steps": self.skipped_steps,
             "skipped_in_a_row": self._skipped_in_a_row,
         }
+
+    def _adapt(self, lora: Lora, module: nn.Module, untrained: Collection[str]) -> None:
+        add_lora(module, lora, self.role, self.settings.seed, untrained)
 
     def _entries(self) -> list[Entry]:
         state = {"exp_avg": self.optimizer.exp_avg, "exp_avg_sq": self.optimizer.exp_avg_sq}
@@ -275,6 +289,7 @@ class Trainer:
             "micro_batch_size": self.settings.micro_batch_size,
             "forward_dtype": dtype_name(self.settings.forward_dtype),
             "master_dtype": dtype_name(self.settings.master_dtype),
+            "lora": None if self.settings.lora is None else asdict(self.settings.lora),
         }
         return {
             "role": self.role,

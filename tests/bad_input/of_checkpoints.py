@@ -57,6 +57,13 @@ def other_trainers(bench: Bench) -> list[str]:
     return load(directory, *names)
 
 
+def other_base(bench: Bench) -> list[str]:
+    directory = bench.checkpoint(lora_rank=2)
+    adapter = {"rank": 2, "alpha": 2, "target_modules": ["all-linear"], "base_sha256": "abc" * 8}
+    sealed(directory, lambda content: [group.update(adapter=adapter) for group in content["groups"].values()])
+    return load(directory, "--lora-rank", "2")
+
+
 def trainer_value(bench: Bench) -> list[str]:
     directory = bench.checkpoint()
     content = "- {name: critic, role: critic, args: {lr: 0.5}}\n- {name: actor, role: actor}\n"
@@ -103,6 +110,15 @@ CHECKPOINTS: Table = {
         trainer_value, "trainer critic: lr", "and is 0.5", "--allow-config-change trainer-config"
     ),
     "prompts": Case(other_prompts, "--prompt-data", "holds other prompts", "--allow-config-change prompt-data"),
+    "adapter": Case(
+        lambda b: load(b.checkpoint(), "--lora-rank", "2", "--allow-config-change", "lora-rank"),
+        "--load",
+        "trained all parameters and now has LoRA of rank 2",
+        "use the --lora-rank",
+    ),
+    "adapter's base": Case(
+        other_base, "--hf-checkpoint has another transformer", "trained on (abcabcabcabc)", "give that one"
+    ),
     "trainers": Case(other_trainers, "--load", "critic (critic), actor (actor)", "name them in --trainer-config"),
     "beyond the end": damaged(lambda _: None, "--num-rollout 1", "has 2 rollouts already", "use 2", "--num-rollout=1"),
     "later ones": Case(later, "--load", "step_000002", "move them away, or give a new --run-dir"),

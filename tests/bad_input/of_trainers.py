@@ -1,6 +1,6 @@
 """--trainer-config files."""
 
-from tests.bad_input.bench import Case, Table
+from tests.bad_input.bench import Case, Table, flags
 
 
 def entries(content: str, name: str, value: str, remedy: str) -> Case:
@@ -31,6 +31,20 @@ TRAINERS: Table = {
     "truth": pair("trainer 1 (critic)", "num-gpus true", "must be a whole number > 0", critic="{num-gpus: true}"),
     "blank": pair("trainer 1 (critic)", "hf-checkpoint", "leave it out", critic="{hf-checkpoint: ''}"),
     "ranks": pair("trainer actor", "num-gpus 2", "use 1 or fewer", actor="{num-gpus: 2}"),
+    "adapter's alpha": flags("--lora-alpha 8", "--lora-alpha 8", "never read with --lora-rank 0", "leave it out, or"),
+    "adapter's layers": flags(
+        "--lora-rank 2 --lora-target-modules to_x",
+        "trainer critic: --lora-target-modules",
+        "to_x: no linear layer",
+        "all-linear takes all",
+    ),
+    "adapter's rank": flags("--lora-rank 999", "trainer critic: --lora-rank", "999: none of the layers", "use 64 or"),
+    "adapter of one": pair(
+        "trainer critic", "lora-alpha 3: is never read", "give this trainer a rank", critic="{lora_alpha: 3}"
+    ),
+    "adapter's base": pair(
+        "trainer actor: hf-checkpoint /x", "the frozen base", "leave it out", actor="{lora_rank: 2, hf_checkpoint: /x}"
+    ),
     "start": pair(
         "trainer critic: hf-checkpoint", "/nowhere", "give the directory", critic="{hf-checkpoint: /nowhere}"
     ),

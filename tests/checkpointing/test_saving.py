@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,10 +22,12 @@ from miles_dmd2.checkpointing import (
     read_manifest,
     sweep,
 )
+from miles_dmd2.checkpointing.adapters import SavedAdapter, check_adapters
 from miles_dmd2.checkpointing.manifest import manifest_content
 from miles_dmd2.checkpointing.saving import begin_checkpoint
 from miles_dmd2.config import ConfigError
 from miles_dmd2.config.checks import find_checkpoint
+from miles_dmd2.config.lora import Lora
 from miles_dmd2.types import GroupState
 from tests.saved_groups import FileGroup
 
@@ -82,6 +85,40 @@ def test_the_manifest_says_where_every_sequence_stands(tmp_path: Path) -> None:
     assert content["config_hash"] == hashlib.sha256(b'{"lr": 0.1, "name": "x"}').hexdigest()
     seal = content.pop("sha256")
     assert seal == hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def test_an_adapter_is_kept_with_what_it_is_over(tmp_path: Path) -> None:
+    adapter = SavedAdapter.of(Lora(4, 8, ("to_q", "to_v")), "0123")
+    facts = replace(FACTS, adapters={"actor": adapter})
+    IntervalCheckpoints(tmp_path, None, 5, CONFIG, facts)(5, GROUPS)
+    groups = read_manifest(tmp_path / "step_000005").groups
+    assert (groups["critic"].adapter, groups["actor"].adapter) == (None, adapter)
+    assert adapter.lora == Lora(4, 8, ("to_q", "to_v"))
+
+
+ADAPTER = SavedAdapter(4, 8, ("to_q", "to_v"), "0123" * 4)
+
+
+@pytest.mark.parametrize(
+    ("now", "told"),
+    [
+        (ADAPTER, None),
+        (replace(ADAPTER, target_modules=("to_v", "to_q")), None),
+        (replace(ADAPTER, alpha=16), None),  # of which the options are asked: it can be allowed
+        (replace(ADAPTER, rank=5), "trained LoRA of rank 4 over to_q to_v and now has LoRA of rank 5 over to_q to_v"),
+        (replace(ADAPTER, target_modules=("to_q",)), "and now has LoRA of rank 4 over to_q: what"),
+        (None, "and now has all parameters"),
+        (replace(ADAPTER, base_sha256="4567" * 4), "another transformer .SHA-256 456745674567. than .* .012301230123."),
+    ],
+)
+def test_what_an_adapter_goes_on_with(now: SavedAdapter | None, told: str | None) -> None:
+    if told is None:
+        check_adapters("--load x", {"actor": ADAPTER}, {"actor": now})
+        return
+    with pytest.raises(ConfigError, match=f"^--load x: trainer actor.*{told}"):
+        check_adapters("--load x", {"actor": ADAPTER}, {"actor": now})
+    with pytest.raises(ConfigError, match=r"^--load x: trainer actor"):
+        check_adapters("--load x", {"actor": now}, {"actor": ADAPTER})
 
 
 def test_when_checkpoints_are_due() -> None:

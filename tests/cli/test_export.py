@@ -52,6 +52,11 @@ def trained(ranks: Ranks, directory: Path, pipeline: Path, **changes: str | None
     return run(ranks, directory, words(directory, **changes), pipeline=pipeline)
 
 
+def canvas(tiny: Tiny) -> dict[str, str]:
+    frames = {"diffusion_num_frames": str(tiny.num_frames)} if tiny.num_frames > 1 else {}
+    return {"diffusion_height": str(tiny.size[0]), "diffusion_width": str(tiny.size[1]), **frames}
+
+
 def of_kind(outcome: Outcome, kind: str) -> dict[str, Tensor]:
     return {
         name.removeprefix(f"{kind}/"): value for name, value in outcome.weights.items() if name.startswith(f"{kind}/")
@@ -178,15 +183,39 @@ def test_other_ways_to_sample(
     changes: dict[str, str | None],
 ) -> None:
     """Of every family: fresh noise in the hops, a grid for the call and one for the scheduler, clips."""
-    frames = {"diffusion_num_frames": str(tiny.num_frames)} if tiny.num_frames > 1 else {}
-    canvas = {"diffusion_height": str(tiny.size[0]), "diffusion_width": str(tiny.size[1])}
-    outcome = trained(ranks, tmp_path, checkpoints(tiny), num_rollout="1", **canvas, **changes, **frames)
+    outcome = trained(ranks, tmp_path, checkpoints(tiny), num_rollout="1", **canvas(tiny), **changes)
     assert checked(tmp_path / "run", tmp_path / "student", "--check-prompts", "one two", "three") == 0
     out = capsys.readouterr().out
     assert "checked: 2 pictures" in out
     assert max(differences(out)) < 2e-5
     assert ("the grid starts at 0.9" in out) == ("diffusion_sigmas" in changes)
     assert same_weights(tmp_path / "student", of_kind(outcome, "ema"))
+
+
+@pytest.mark.parametrize("tiny", TINY, ids=str)
+def test_a_student_with_an_adapter(
+    ranks: Ranks,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    tiny: Tiny,
+    checkpoints: Callable[[Tiny], Path],
+) -> None:
+    """The merged pipeline is the run's own, bit for bit, and the adapter on the run's pipeline makes its pictures."""
+    pipeline = checkpoints(tiny)
+    options = {"num_rollout": "2", "save_interval": "2", "lora_rank": "2", "lora_alpha": "3", **canvas(tiny)}
+    outcome = trained(ranks, tmp_path, pipeline, **options)
+    assert checked(tmp_path / "run", tmp_path / "student", "--adapter", "--check-prompts", "one two") == 0
+    out = capsys.readouterr().out
+    assert "of diffusers with the adapter and of the local engine" in out
+    found = [max(map(float, pair)) for pair in re.findall(r"at most (\S+) in latents and (\S+) in pixels", out)]
+    assert len(found) == 2
+    assert max(found) < 2e-5
+    merged = of_kind(outcome, "ema")
+    assert same_weights(tmp_path / "student", merged)
+    base = load_file(pipeline / WEIGHTS)
+    assert max((merged[name] - base[name]).abs().max().item() for name in merged) > 1e-3, "pictures of another network"
+    adapter = load_file(tmp_path / "student" / "lora" / "pytorch_lora_weights.safetensors")
+    assert all(re.fullmatch(r"transformer\..+\.lora_[AB]\.weight", name) for name in adapter)
 
 
 def other_weights(exported: Path) -> None:

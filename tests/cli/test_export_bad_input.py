@@ -58,6 +58,12 @@ def options(bench: Bench, **changes: object) -> list[str]:
     return []
 
 
+def other_base(bench: Bench) -> list[str]:
+    adapter = {"rank": 2, "alpha": 2, "target_modules": ["all-linear"], "base_sha256": "abc" * 8}
+    sealed(step(bench), lambda content: content["groups"]["actor"].update(adapter=adapter))
+    return []
+
+
 def made(path: Path) -> list[str]:
     path.mkdir(parents=True)
     return []
@@ -106,6 +112,8 @@ CASES = {
     "pipeline of another canvas": Case(
         lambda b: options(b, diffusion_height=40), ("--diffusion-height 40", "the nearest is")
     ),
+    "no adapter": Case(lambda _: ["--adapter"], ("--adapter", "it trained all parameters", "leave it out")),
+    "adapter's base": Case(other_base, ("--hf-checkpoint", "another transformer", "give that one")),
     "prompts gone": Case(without_prompts, ("--check", "prompts.txt are not there", "give --check-prompts")),
     "family without the engine": Case(sglang_only, ("--check", "qwen_image", "add --no-check")),
     "tolerance": Case(lambda _: ["--check-tolerance", "1"], ("--check-tolerance 1", ">= 0 and < 1")),

@@ -7,6 +7,7 @@ import pytest
 from config_commands import command, complaint, run
 
 from miles_dmd2.config import Config, ParsedRun, flatten, parse, resolve_trainers
+from miles_dmd2.config.lora import Lora
 from miles_dmd2.config.trainers import ARGS, TrainerSpec
 
 Write = Callable[..., Path]
@@ -70,12 +71,24 @@ def test_every_arg_of_the_whitelist_is_taken(write: Write) -> None:
         "hf_checkpoint": "other",
         "num_gpus": "1",
     }
-    assert set(args) == set(ARGS)
+    assert set(args) == set(ARGS) - {"lora_rank", "lora_alpha", "lora_target_modules"}
     text = "{" + ", ".join(f"{name}: {value}" for name, value in args.items()) + "}"
     critic, _ = with_file(write, pair(text), "--actor-num-gpus-per-node", "2").trainers
     for name, value in args.items():
         field = {"hf_checkpoint": "checkpoint", "num_gpus": "num_ranks"}.get(name, name)
         assert str(getattr(critic, field)) == value
+
+
+def test_an_adapter_is_each_trainers_own(write: Write) -> None:
+    critic, actor = run("--lora-rank", "4").trainers
+    assert critic.lora == actor.lora == Lora(4, 4, ("all-linear",))
+    text = pair("{lora_rank: 0}", "{lora-alpha: 16, lora_target_modules: [to_q, to_v]}")
+    critic, actor = with_file(write, text, "--lora-rank", "8").trainers
+    assert (critic.lora, actor.lora) == (None, Lora(8, 16, ("to_q", "to_v")))
+    assert actor.lora is not None
+    assert actor.lora.scale == 2.0
+    critic, actor = with_file(write, pair("{lora_rank: 2}"), "--lora-alpha", "3").trainers
+    assert (critic.lora, actor.lora) == (Lora(2, 3), None)
 
 
 def test_groups_may_differ_in_ranks(write: Write) -> None:

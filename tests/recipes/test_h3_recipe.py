@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from miles_dmd2.config import ConfigError, ParsedRun, build_plan, parse
 from miles_dmd2.config.memory import GB, Limits, MemoryPlan, check_memory
@@ -186,6 +187,30 @@ def test_memory_at_full_size(shapes: Path) -> None:
     assert copies == 8 * sum(engine.values())
     assert second.phases[-1].total("host") < first.phases[-1].total("host") < 1900 * GB
     assert phases["start of critic"].host["loading"] == 2 * h3_headers.DIT_VALUES * 4
+
+
+def test_adapters_leave_one_base_a_group(shapes: Path) -> None:
+    """At rank 64 over the 33.1 billion parameters: what critic and actor hold falls by two thirds and more."""
+    first, _ = planned(shapes, "--lora-rank", "64").nodes
+    phases = {phase.name: phase for phase in first.phases}
+    critic, actor = phases["critic"].device, phases["actor"].device
+    shard = h3_headers.DIT_VALUES / 16 * 4
+    linear = [m for block in h3_blocks() for m in block.modules() if isinstance(m, nn.Linear)]
+    adapter = sum(64 * (m.in_features + m.out_features) for m in linear) / 16 * 4
+    for parts in (critic, actor):
+        assert parts["frozen base"] == pytest.approx(shard, rel=1e-3)
+        assert parts["master weights"] == parts["gradients"] == pytest.approx(adapter, rel=1e-2)
+        assert parts["moments"] == 2 * parts["master weights"]
+        assert "teacher" not in parts
+    (whole, _) = planned(shapes).nodes
+    full = {phase.name: sum(phase.device.values()) for phase in whole.phases}
+    assert sum(critic.values()) < full["critic"] / 3
+    assert phases["start of critic"].host["loading"] == h3_headers.DIT_VALUES * 4
+
+
+def h3_blocks() -> list[nn.Module]:
+    transformer = h3_headers.modules()["transformer"]
+    return [transformer.get_submodule(name) for name in ("transformer_blocks", "token_refiner.refiner_blocks")]
 
 
 def test_a_reference_needs_engines_alone(shapes: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from miles_dmd2.config.clock import EVERY_ROLLOUT, StudentClock
+from miles_dmd2.config.lora import Lora
 from miles_dmd2.observability.declared import without_machine
 from miles_dmd2.training import ActorTrainer, CriticTrainer, OptimizerSettings, Ranks, TrainerSettings, wanted_ids
 from miles_dmd2.training.batching import TrainInputHook
@@ -52,6 +53,8 @@ class Setup:
     guidance: float = 1.0
     ema_start: int = 0
     clock: StudentClock = EVERY_ROLLOUT
+    critic_lora: Lora | None = None
+    student_lora: Lora | None = None
 
 
 # One option of the algorithm each, away from its default; test_equality.py holds them against the schema.
@@ -100,6 +103,7 @@ def settings(setup: Setup, name: str) -> TrainerSettings:
         forward_dtype=setup.forward_dtype or setup.dtype,
         master_dtype=setup.dtype,
         train_input_hook=setup.hook,
+        lora=setup.critic_lora if name == "critic" else setup.student_lora,
     )
 
 
@@ -109,7 +113,7 @@ def make_critic(ranks: Ranks, setup: Setup, adapter: ToyAdapter | None = None) -
         settings(setup, "critic"),
         adapter,
         adapter.load_transformer(),
-        adapter.load_transformer(),
+        adapter.load_transformer() if setup.critic_lora is None else None,
         ranks,
         score_sigma=ScoreSigma(law=setup.law, **setup.sigma),
         loss_space=setup.space,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from miles_dmd2.config import parse
 from miles_dmd2.config.headers import read_components
+from miles_dmd2.config.lora import Lora
 from miles_dmd2.config.memory import build_memory, unit_values
 from miles_dmd2.engines.local import LocalEngine
 from miles_dmd2.models.base import ModelAdapter
@@ -39,14 +41,16 @@ def planned(checkpoint: Path, *flags: str) -> dict[str, dict[str, dict[str, int]
     return {phase.name: {"device": phase.device, "host": phase.host} for phase in plan.nodes[0].phases}
 
 
-def measured(ranks: Ranks, checkpoint: Path) -> dict[str, dict[str, int]]:
+def measured(ranks: Ranks, checkpoint: Path, lora: Lora | None = None) -> dict[str, dict[str, int]]:
     """Bytes of rank 0's state, awake, and of its host copy, asleep."""
     adapter = build_adapter(checkpoint, *CANVAS)
-    settings = TrainerSettings("critic", 0, OptimizerSettings(lr=1e-3))
+    settings = TrainerSettings("critic", 0, OptimizerSettings(lr=1e-3), lora=lora)
     load = adapter.load_transformer
-    critic = CriticTrainer(settings, adapter, load(), load(), ranks)
+    critic = CriticTrainer(settings, adapter, load(), load() if lora is None else None, ranks)
     actor = ActorTrainer(settings, adapter, load(), ranks, ema_decay=0.9)
-    found = {"critic": _state(critic) | {"teacher": _local(critic.teacher.module)}, "actor": _state(actor)}
+    found = {"critic": _state(critic), "actor": _state(actor)}
+    if lora is None:
+        found["critic"]["teacher"] = _local(critic.teacher.module.parameters())
     assert actor.ema is not None
     found["actor"]["average"] = sum(part.nbytes for part in actor.ema.average.values())
     for name, trainer in (("critic", critic), ("actor", actor)):
@@ -60,18 +64,27 @@ def measured(ranks: Ranks, checkpoint: Path) -> dict[str, dict[str, int]]:
 def _state(trainer: Trainer) -> dict[str, int]:
     optimizer = trainer.optimizer
     moments = [*optimizer.exp_avg.values(), *optimizer.exp_avg_sq.values()]
-    return {"master weights": _local(trainer.network.module), "moments": sum(part.nbytes for part in moments)}
+    own = trainer.network.trained
+    found = {"master weights": _local(own.values()), "moments": sum(part.nbytes for part in moments)}
+    if trainer.settings.lora is not None:
+        found["frozen base"] = _local(p for name, p in trainer.network.module.named_parameters() if name not in own)
+    return found
 
 
-def _local(module: torch.nn.Module) -> int:
-    parts = [p.to_local() if hasattr(p, "to_local") else p for p in module.parameters()]
+def _local(parameters: Iterable[torch.nn.Parameter]) -> int:
+    parts = [p.to_local() if hasattr(p, "to_local") else p for p in parameters]
     return sum(part.nbytes for part in parts)
 
 
+@pytest.mark.parametrize("lora", [None, Lora(3, 3)], ids=["all parameters", "adapters"])
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_trainer_holds_what_the_plan_says(ranks: Ranks, two_ranks: RankPool, wan: Path, count: int) -> None:
-    found = measured(ranks, wan) if count == 1 else two_ranks.run(measured, wan)[0]
-    plan = planned(wan, "--actor-num-gpus-per-node", str(count))
+def test_a_trainer_holds_what_the_plan_says(
+    ranks: Ranks, two_ranks: RankPool, wan: Path, count: int, lora: Lora | None
+) -> None:
+    found = measured(ranks, wan, lora) if count == 1 else two_ranks.run(measured, wan, lora)[0]
+    rank = [] if lora is None else ["--lora-rank", str(lora.rank)]
+    plan = planned(wan, "--actor-num-gpus-per-node", str(count), *rank)
+    assert ("teacher" in plan["critic"]["device"]) == (lora is None), "with an adapter its base is the teacher"
     for name in ("critic", "actor"):
         for what, size in found[name].items():
             if what == "host":
@@ -82,7 +95,8 @@ def test_a_trainer_holds_what_the_plan_says(ranks: Ranks, two_ranks: RankPool, w
     if count == 1:
         module = build_adapter(wan, *CANVAS).load_transformer()
         buffers = sum(buffer.nbytes for buffer in module.buffers())
-        assert found["critic"]["master weights"] == held_bytes(module) - buffers
+        whole = "master weights" if lora is None else "frozen base"
+        assert found["critic"][whole] == held_bytes(module) - buffers
 
 
 def test_gradients_are_as_large_as_the_plan_says(ranks: Ranks, wan: Path) -> None:
