@@ -19,7 +19,7 @@ FORMAT = "miles_dmd2 checkpoint"
 SCHEMA = 3
 MANIFEST = "manifest.json"
 DRAWS = "miles_dmd2/1"  # the scheme of keyed draws: algo/draws.py
-_PACKAGES = ("torch", "ray", "diffusers", "transformers", "safetensors")
+_PACKAGES = ("torch", "ray", "diffusers", "transformers", "peft", "safetensors")
 _FILE = re.compile(r"[a-z][a-z0-9_]*/rank_(\d{5})_of_(\d{5})\.safetensors")
 _SEAL = "sha256"  # of all the other keys: an edit is noticed
 

@@ -26,7 +26,7 @@ from miles_dmd2.config.sglang import SHARED_MEMORY
 from miles_dmd2.models.memory import plan_memory
 
 # Another version of one of these on one node gives other numbers, or none.
-PACKAGES = ("torch", "ray", "diffusers", "transformers", "safetensors", "numpy")
+PACKAGES = ("torch", "ray", "diffusers", "transformers", "peft", "safetensors", "numpy")
 _MARK = ".miles_dmd2_"
 _SMALLEST_SHARED_MEMORY = 2**30  # a container's default of 64 MiB stops NCCL and Ray's object store
 
