@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import ray
 
+from miles_dmd2.cluster import failures
 from miles_dmd2.cluster.failures import introduce
 from miles_dmd2.cluster.runtime import ray_session, wait
 from miles_dmd2.observability import RunError
@@ -84,6 +85,29 @@ def test_each_kind_of_failure_names_the_process() -> None:
     text = line([first.refuse.remote(echo), first.refuse.remote(ValueError("the cause"), 0.5)])
     assert "critic_0" in text
     assert "ValueError: the cause" in text
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_an_actor_out_of_reach_is_told_with_the_node_that_goes(lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two nodes, of which the second is called dead at the third look; or neither, and Ray's own words stay."""
+    (worker,) = start("critic_1")
+    looks = 0
+
+    def nodes() -> list[dict[str, object]]:
+        nonlocal looks
+        looks += 1
+        names = {"a": True, "b": looks < 3 or not lost}
+        return [
+            {"NodeID": name, "Alive": alive, "NodeManagerHostname": f"host-{name}", "NodeManagerAddress": "10.0.0.3"}
+            for name, alive in names.items()
+        ]
+
+    monkeypatch.setattr(ray, "nodes", nodes)
+    monkeypatch.setattr(failures, "_NODE_SECONDS", 2.0)
+    error = ray.exceptions.ActorUnavailableError("connection reset", None)
+    text = failures.told(worker.pid.remote(), error)
+    where = "its node is lost: host-b (10.0.0.3)" if lost else str(error)
+    assert text == f"critic_1 cannot be reached: {where}; its log: {LOGS}/critic_1.log"
 
 
 def test_a_constructor_that_fails_is_told_by_its_error() -> None:

@@ -44,7 +44,7 @@ STRIDE = 2  # rollouts from one kill to the next: a server that is killed after 
 SERVER_PORTS = range(20_000, 30_000)  # what this project chooses; others of the kernel's choice are soon anyone's
 FAULTS = ("rollout/faults", "rollout/retries", "rollout/restarts", "rollout/dropped")
 _START = "=== miles_dmd2: start"
-_OWNED = re.compile(r"/tmp/md2-(?:sglang|ray)-[^/\n]+|/dev/shm/[^/\n]+")
+_OWNED = re.compile(r"/tmp/md2-(?:sglang|run)-[^/\n]+|/dev/shm/[^/\n]+")
 
 
 def sglang_flags(python: Path) -> tuple[str, ...]:
