@@ -1,6 +1,6 @@
 """What the options of DMD2 that implementations disagree on change: student input, what the critic is told, scoring.
 
-    python benchmarks/ablation.py ring                    36 cells on a ring of Gaussians: about 40 minutes on one core
+    python benchmarks/ablation.py ring                    36 cells on a ring of Gaussians: 8 minutes of CPU in all
     python benchmarks/ablation.py ring --seeds 0 --rollouts 20 --out /tmp/try.jsonl
     python benchmarks/ablation.py digits                  9 trainings of the digits recipe under Ray, 12 cells
     python benchmarks/ablation.py report docs/results/ablation_ring.jsonl --picture docs/images/ablation-ring.png

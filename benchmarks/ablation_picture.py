@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +47,7 @@ class Panel:
 
     def dots(self, values: Sequence[float], y: int, colour: tuple[int, int, int]) -> None:
         """A ring for each seed, a bar at the mean."""
-        mean = self.place(sum(values) / len(values))
+        mean = self.place(statistics.mean(values))
         self.draw.line((mean, y - 9, mean, y + 9), fill=colour, width=3)
         for value in values:
             x = self.place(value)
@@ -66,7 +67,9 @@ def picture(path: Path, target: Path) -> None:
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=15)
     energies = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1]
     shares = [0.5, 0.6, 0.7, 0.8, 0.9, 1.0]
-    energy = Panel(draw, font, LEFT, "energy distance, logarithmic (0 is right)", energies, "{:g}".format, math.log)
+    of_true = [found["energy"] for found in references["floor"]]
+    title = f"energy distance (true samples {statistics.mean(of_true):.4f} ± {statistics.stdev(of_true):.4f})"
+    energy = Panel(draw, font, LEFT, title, energies, "{:g}".format, math.log)
     share = Panel(draw, font, LEFT + PANEL + BETWEEN, "share of samples on a mode", shares, "{:.0%}".format, float)
     top, bottom = TOP - LINE, height - BOTTOM
     of_true = [found["on_mode"] for found in references["floor"]]
@@ -77,7 +80,7 @@ def picture(path: Path, target: Path) -> None:
     for series in cells:
         if series.group != before:
             y += LINE
-            draw.text((12, y + 4), series.group, fill="black", font=font)
+            draw.text((12, y + 4), ", sampled ".join(series.group.split(", ")), fill="black", font=font)
             before = series.group
         draw.text((240, y + 4), series.name, fill=COLOURS[series.name.split(", ")[0]], font=font)
         for panel, figure in ((energy, "energy"), (share, "on_mode")):

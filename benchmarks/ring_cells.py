@@ -121,25 +121,28 @@ class Bench:
 
 
 class Evaluation:
-    """`driver.Evaluation`: at each quarter of the run, and more often in the last tenth; keeps figures and seconds."""
+    """`driver.Evaluation`: each quarter of the run, counted from its end, and more often in the last tenth.
+
+    Keeps the figures, and the seconds that they cost.
+    """
 
     def __init__(self, bench: Bench) -> None:
         self.bench = bench
         self.found: list[dict[str, Any]] = []
         self.wall = self.cpu = 0.0
         self.by_step: dict[str, Any] = {}
-        self._total = bench.settings.rollouts
+        self.total = bench.settings.rollouts
 
     def due(self, rollout_id: int) -> bool:
-        left, often = self._total - rollout_id, max(1, self._total // 50)
+        left, often = self.total - rollout_id, max(1, self.total // 50)
         late = left <= 5 * often and left % often == 0
-        return late or left % max(1, self._total // 4) == 0
+        return late or left % max(1, self.total // 4) == 0
 
     def __call__(self, rollout_id: int, engines: EnginesProtocol, weights: Weights) -> dict[str, float]:
         wall, cpu = time.perf_counter(), time.process_time()
         figures: dict[str, Any] = {kind: self.bench.figures(update.payload) for kind, update in weights.items()}
         self.found.append({"rollout": rollout_id, **figures})
-        if rollout_id == self._total:
+        if rollout_id == self.total:
             self.by_step = {kind: self.bench.by_step(update.payload) for kind, update in weights.items()}
         self.wall += time.perf_counter() - wall
         self.cpu += time.process_time() - cpu

@@ -14,7 +14,7 @@ from PIL import Image
 from benchmarks import ablation, ablation_report, digits_cells
 from benchmarks.ablation_picture import picture
 from benchmarks.cells import CellFile, read_rows
-from benchmarks.ring_cells import Bench, Cell, RingSettings, requests, run_cell, trainers
+from benchmarks.ring_cells import Bench, Cell, Evaluation, RingSettings, requests, run_cell, trainers
 from miles_dmd2.config import parse
 from miles_dmd2.config.errors import ConfigError
 from recipes.digits import run as digits_run
@@ -57,6 +57,12 @@ def test_forwards_are_counted_and_are_those_of_the_options(bench: Bench, cell: C
     start = bench.figures(bench.start)
     assert row["curve"][0]["raw"] == start  # nothing was trained yet
     assert row["curve"][-1]["raw"] != start
+
+
+def test_students_are_measured_at_each_quarter_and_more_often_in_the_last_tenth(bench: Bench) -> None:
+    evaluation = Evaluation(bench)
+    evaluation.total = 200
+    assert [i for i in range(201) if evaluation.due(i)] == [0, 50, 100, 150, 180, 184, 188, 192, 196, 200]
 
 
 def test_a_cell_depends_on_its_options_and_its_seed_alone(bench: Bench) -> None:
