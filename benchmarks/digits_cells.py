@@ -7,6 +7,7 @@ makes both of its cells: it is measured with either hop.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,7 +64,8 @@ def cells(
     run: DigitsRun, steps: int, rollouts: int, seed: int, directory: Path
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Train, unless a finished run is there, and measure: key and row of each cell. An interrupted run continues."""
-    run_dir = directory / f"{run.name}-{steps}-steps-seed-{seed}"
+    of = hashlib.sha256(json.dumps(settings(steps, rollouts)).encode()).hexdigest()[:8]  # never another budget's run
+    run_dir = directory / f"{run.name}-{steps}-steps-seed-{seed}-{of}"
     if not (run_dir / "summary.json").is_file():
         table.train(run_dir, steps, "told", seed, rollouts, run.options)
     summary = json.loads((run_dir / "summary.json").read_text())

@@ -242,3 +242,6 @@ def test_a_digits_run_is_trained_once_and_measured_with_each_hop(
     assert ablation.main([*command]) == 0
     assert len(trained) == 3
     assert "| forward_noise | ode | 0 | 2.00 |" in ablation_report.digits_tables(out)
+    other = ["--rollouts", "7", "--out", str(tmp_path / "other.jsonl")]  # the later flag wins
+    assert ablation.main([*command, *other]) == 0
+    assert len(set(trained)) == 6
