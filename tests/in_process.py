@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import train_diffusion
+from benchmarks.in_process import Engines, Group
 from miles_dmd2.checkpointing import IntervalCheckpoints
 from miles_dmd2.cluster.launch import trainer_job, worker_settings
 from miles_dmd2.cluster.process import dtype_of
@@ -24,17 +24,8 @@ from miles_dmd2.models.base import Components
 from miles_dmd2.models.registry import build_adapter
 from miles_dmd2.observability.declared import without_machine
 from miles_dmd2.stopping import StopRequest
-from miles_dmd2.training import ActorTrainer, CriticTrainer, Ranks
-from miles_dmd2.types import (
-    Chunk,
-    Conditioning,
-    GroupState,
-    RolloutBatch,
-    RolloutRequest,
-    TrainResult,
-    WeightKind,
-    WeightUpdate,
-)
+from miles_dmd2.training import Ranks
+from miles_dmd2.types import Conditioning, RolloutRequest
 from tests.training.toy import LABELS, ToyAdapter, ToyTransformer
 
 PROMPTS = ("one", "two", "three")
@@ -67,77 +58,6 @@ class PlainAdapter(ToyAdapter):
 
     def encode_prompts(self, components: Components, prompts: Sequence[str]) -> list[Conditioning]:
         return [{"label": torch.eye(LABELS)[len(prompt) % LABELS]} for prompt in prompts]
-
-
-class Engines:
-    """`types.Engines` over one local engine; remembers every request."""
-
-    def __init__(self, engine: LocalEngine) -> None:
-        self.engine, self.requests, self.forwards, self.samples = engine, [], 0, 0
-
-    def wake(self) -> None:
-        self.engine.wake()
-
-    def sleep(self) -> None:
-        self.engine.sleep()
-
-    def load_weights(self, update: WeightUpdate) -> None:
-        self.engine.load_weights(update, update.payload)
-
-    def conditioning(self, prompts: Sequence[str]) -> list[Conditioning]:
-        return self.engine.conditioning(prompts)
-
-    def generate(self, windows: Sequence[Sequence[RolloutRequest]]) -> tuple[tuple[Chunk, ...], ...]:
-        self.requests += [request for window in windows for request in window]
-        return tuple((Chunk(tuple(r.sample_id for r in window), self.engine.generate(window)),) for window in windows)
-
-    def evaluate(self, requests: Sequence[RolloutRequest], rollout_id: int, kind: WeightKind) -> Mapping[str, float]:
-        raise NotImplementedError
-
-    def settle(self) -> None:
-        pass
-
-    def metrics(self) -> Mapping[str, float]:
-        new, self.forwards = self.engine.forward_count - self.forwards, self.engine.forward_count
-        samples, self.samples = len(self.requests) - self.samples, len(self.requests)
-        return {"samples": float(samples), "forwards": float(new), "reward_mean": 0.0}
-
-    def dispose(self) -> None:
-        self.engine.close()
-
-
-class Group:
-    """`types.TrainerGroup` over one trainer of one rank."""
-
-    def __init__(self, trainer: CriticTrainer | ActorTrainer, *, keeps_ema: bool) -> None:
-        self.trainer, self.name, self.role = trainer, trainer.role, trainer.role
-        self._kinds: list[WeightKind] = ["raw", "ema"] if keeps_ema else ["raw"]
-
-    def wake(self) -> None:
-        self.trainer.wake()
-
-    def sleep(self) -> None:
-        self.trainer.sleep()
-
-    def train(self, batch: RolloutBatch, external: Mapping[str, tuple[Any, ...]]) -> TrainResult:
-        windows = batch.windows[-1:] if self.role == "actor" else batch.windows
-        ids = [[i for chunk in window for i in chunk.sample_ids] for window in windows]
-        samples = [sample for window in windows for chunk in window for sample in chunk.payload]
-        if isinstance(self.trainer, CriticTrainer):
-            metrics, scores = self.trainer.train(batch.rollout_id, ids, samples, score=batch.student_step)
-            return TrainResult(metrics, (scores,))
-        handed = [scores for parts in external.values() for scores in parts if scores]
-        return TrainResult(self.trainer.train(batch.rollout_id, ids, samples, handed))
-
-    def export_weights(self) -> Mapping[WeightKind, WeightUpdate]:
-        assert isinstance(self.trainer, ActorTrainer)
-        return self.trainer.export_weights(self._kinds)
-
-    def save(self, directory: Path) -> GroupState:
-        return self.trainer.save(directory)
-
-    def dispose(self) -> None:
-        pass
 
 
 class Rows:

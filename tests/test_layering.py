@@ -44,7 +44,7 @@ INSIDE: dict[str, set[str]] = {
     "cli": DOWN_TO_4,
     "train_diffusion": DOWN_TO_4 | {"cli"},
     "recipes": DOWN_TO_4 | {"cli", "train_diffusion"},
-    "benchmarks": DOWN_TO_4 | {"cli", "train_diffusion"},
+    "benchmarks": DOWN_TO_4 | {"cli", "train_diffusion", "recipes"},  # a benchmark may run a recipe
 }
 
 # What of others: these packages import the standard library and no more than this. The rest import what they need,
