@@ -92,9 +92,12 @@ def test_samples_that_are_not_finite_are_refused() -> None:
 
 
 def test_the_start_is_fitted_to_the_teacher_and_depends_on_the_seed_alone() -> None:
-    """An error of the right order: the velocity of the ring itself has a root mean square of 0.79."""
-    weights, error = fitted(RING, 32, 2, 300, seed=0)
-    again, _ = fitted(RING, 32, 2, 300, seed=0)
-    _, unfitted = fitted(RING, 32, 2, 20, seed=0)
-    assert all(torch.equal(value, again[name]) for name, value in weights.items())
-    assert error < 0.3 < unfitted
+    """A network that says 0 is off by the velocity's own root mean square, 0.80: twenty steps are no better."""
+    weights, error = fitted(RING, 32, 2, 600, seed=0)
+    again, unfitted = fitted(RING, 32, 2, 20, seed=0)
+    same, _ = fitted(RING, 32, 2, 20, seed=0)
+    other, _ = fitted(RING, 32, 2, 20, seed=1)
+    assert all(torch.equal(value, same[name]) for name, value in again.items())
+    assert not torch.equal(again["entry.weight"], other["entry.weight"])
+    assert weights.keys() == again.keys()
+    assert error < 0.4 < 0.7 < unfitted
