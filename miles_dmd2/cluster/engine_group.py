@@ -183,6 +183,7 @@ class RayEngineGroup:
         self._samples = 0
         self._idle = True  # False: a call has failed, or is abandoned, and may still run
         self._evaluated = False
+        self._told = 0  # of the engine's failures to write files
         self.media_failures: list[str] = []
 
     @classmethod
@@ -284,9 +285,10 @@ class RayEngineGroup:
     def _tell(self, method: str) -> None:
         """Keep and log what is new of the eval files that are not there."""
         (failures,) = self._wait([getattr(self._actors[0], method).remote()], "files of the evals")
-        for failure in failures[len(self.media_failures) :]:
+        for failure in failures[self._told :]:
             self.media_failures.append(failure)
             logger.warning("%s", failure)
+        self._told = len(failures)
 
     def dispose(self) -> None:
         """Waits for the last file of the evals; see `media_failures`. Not long for engines that fail or are busy."""

@@ -88,6 +88,9 @@ def test_before_a_checkpoint_all_files_so_far_are_there_or_known_not_to_be(waits
     actor.answers["settled_media"] = RunError("engine_0 is gone")
     engines.settle()  # the checkpoint is written all the same
     assert engines.media_failures[1:] == ["the files of the last eval may not be complete: engine_0 is gone"]
+    actor.answers["settled_media"] = ["raw 5: full", "raw 10: full"]  # it was only late
+    engines.settle()
+    assert engines.media_failures[2:] == ["raw 10: full"]
 
 
 def test_a_run_without_evals_waits_for_nothing(waits: list[tuple[str, float]]) -> None:
