@@ -133,6 +133,10 @@ def check(config: Config, trainers: Sequence[TrainerSpec]) -> tuple[Continued | 
 
 def run_facts(config: Config, trainers: Sequence[TrainerSpec]) -> RunFacts:
     """What a checkpoint says of this run beside its options."""
+    adapters = {spec.name: spec.lora for spec in trainers if spec.lora is not None}
+    base = (
+        component_digest(config.model.hf_checkpoint, TRAINED) if adapters else ""
+    )  # for all of them: it is read to the end
     return RunFacts(
         seed=config.run.seed,
         rollout_seed=config.rollout_seed,
@@ -143,7 +147,7 @@ def run_facts(config: Config, trainers: Sequence[TrainerSpec]) -> RunFacts:
         schedules={spec.name: schedule_facts(spec) for spec in trainers},
         contents=contents(config, trainers),
         machine=machine_facts(config),
-        adapters={s.name: SavedAdapter.of(s.lora, component_digest(s.checkpoint, TRAINED)) for s in trainers if s.lora},
+        adapters={name: SavedAdapter.of(lora, base) for name, lora in adapters.items()},
     )
 
 

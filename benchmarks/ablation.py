@@ -6,7 +6,8 @@
     python benchmarks/ablation.py report docs/results/ablation_ring.jsonl --picture docs/images/ablation-ring.png
 
 Every finished cell is a line of --out; started again, the benchmark goes on after the last. Ctrl-C loses the running
-cell alone. See docs/ablation.md for what was found.
+cell of the ring alone; a training of the digits saves first, and goes on from there. See docs/ablation.md for what
+was found.
 """
 
 from __future__ import annotations
@@ -31,12 +32,18 @@ from benchmarks.cells import CellFile, read_rows
 from benchmarks.ring_cells import CRITICS, INPUTS, SCORINGS, Bench, Cell, RingSettings, run_cell
 from miles_dmd2.config.errors import ConfigError
 from miles_dmd2.models.weights import checksum
+from recipes.digits.table import RunFailed
 
 RESULTS = ROOT / "docs" / "results"
+STOPPED = {
+    "ring": "the running cell is lost, finished ones are kept",
+    "digits": "finished cells are kept; the same command goes on, a training from what it saved",
+    "report": "the report is not complete",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0, or 2 for bad input, told in one line; 130 after Ctrl-C."""
+    """0, or 1 where a training failed and 2 for bad input, told in one line; 130 after Ctrl-C."""
     chosen = parser().parse_args(argv)
     try:
         if chosen.command == "ring":
@@ -48,8 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except RunFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
-        print("\nstopped: the running cell is lost, finished ones are kept", file=sys.stderr)
+        print(f"\nstopped: {STOPPED[chosen.command]}", file=sys.stderr)
         return 130
     return 0
 
@@ -101,13 +111,13 @@ def run_ring(settings: RingSettings, seeds: Sequence[int], out: Path) -> None:
 
 
 def run_digits(steps: int, rollouts: int, seeds: Sequence[int], out: Path, directory: Path) -> None:
-    """Every cell that `out` lacks, seed by seed. ConfigError: `out`."""
+    """Every cell that `out` lacks, seed by seed. ConfigError: `out`, or a run in use. RunFailed: a training."""
     file = CellFile(out, digits_cells.settings(steps, rollouts))
-    real = digits_cells.real_latents(directory)
     for seed in seeds:
-        for run in digits_cells.runs(real):
-            if digits_cells.missing(run, seed, list(file.rows)):
-                for key, row in digits_cells.cells(run, steps, rollouts, seed, directory):
+        for run in digits_cells.runs():
+            hops = digits_cells.missing(run, seed, file.rows)
+            if hops:
+                for key, row in digits_cells.cells(run, hops, steps, rollouts, seed, directory):
                     file.append(key, row)
 
 

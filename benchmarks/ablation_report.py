@@ -146,18 +146,30 @@ def _spread(values: Sequence[float], form: Callable[[float], str]) -> str:
     return mean if len(values) == 1 else f"{mean} ({form(min(values))} to {form(max(values))})"
 
 
-DIGITS_NAMES = {
-    "teacher_50": "teacher, 50 steps",
-    "teacher": "teacher, the student's steps, ode",
-    "student_start": "teacher, the student's steps and hop",
-}
+TEACHERS = {"teacher_50": "teacher, 50 steps", "teacher": "teacher, the student's steps, ode"}
 
 
 def digits_tables(path: Path) -> str:
-    """Markdown of the digits cells. ConfigError: the file holds none."""
-    rows = [row for row in read_rows(path) if "columns" in row]
+    """Markdown: what to compare with, then a line for each cell. ConfigError: the file holds none."""
+    rows: list[Row] = [row for row in read_rows(path) if "columns" in row]
     if not rows:
         raise ConfigError(f"{show(path)}: holds no cells of the digits; give a file that `ablation.py digits` wrote")
+    return "\n".join([*_digits_references(rows[0]), "", *_digits_lines(rows)])
+
+
+def _digits_references(row: Row) -> list[str]:
+    """What to compare with; every cell of a file has the same, measured on one noise."""
+    found = {name: row["columns"][key] for key, name in TEACHERS.items()}
+    lines = ["| sampler | distance | accuracy |", "|---|---|---|"]
+    lines += [f"| {name} | {_distance(column)} | {column['accuracy']:.1%} |" for name, column in found.items()]
+    return [*lines, f"| floor: data against data | {_distance(row['floor'])} | |"]
+
+
+def _distance(found: Row) -> str:
+    return f"{found['fd']:.2f} ± {found['fd_deviation']:.2f}"
+
+
+def _digits_lines(rows: Sequence[Row]) -> list[str]:
     lines = [
         "| student input | sampled | seeds | distance, EMA | distance, raw | accuracy, EMA | at rollout 0 "
         "| engine forwards per update | training seconds |",
@@ -180,4 +192,4 @@ def digits_tables(path: Path) -> str:
             f"{statistics.mean(cell['seconds']['wall'] for cell in cells):.0f}",
         ]
         lines.append(f"| {' | '.join(key)} | {' | '.join(told)} |")
-    return "\n".join(lines)
+    return lines

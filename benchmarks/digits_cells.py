@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,31 +29,45 @@ class DigitsRun:
     name: str
     hops: tuple[SampleType, ...]
     options: tuple[str, ...]
+    real: bool = False  # trained on real latents
+
+    def flags(self, directory: Path) -> tuple[str, ...]:
+        """Its options, and where its real latents are: encoded now, where it needs any and there are none."""
+        return (*self.options, "--dmd2-latents", str(real_latents(directory))) if self.real else self.options
 
 
-def runs(real: Path) -> list[DigitsRun]:
-    """`real`: the latent file of forward_noise."""
+def runs() -> list[DigitsRun]:
     sde = ("--dmd2-student-sample-type", "sde")
-    noised = ("--dmd2-student-input", "forward_noise", "--dmd2-latents", str(real))
     return [
         DigitsRun("simulation_ode", ("ode",), ()),
         DigitsRun("simulation_sde", ("sde",), sde),
-        DigitsRun("forward_noise", ("sde", "ode"), (*sde, *noised)),
+        DigitsRun("forward_noise", ("sde", "ode"), (*sde, "--dmd2-student-input", "forward_noise"), real=True),
     ]
 
 
 def settings(steps: int, rollouts: int) -> dict[str, Any]:
-    """What the cells have in common: the recipe's own options, and which teacher."""
+    """What the cells have in common: the recipe's own options, those of the runs, and which teacher."""
     manifest = json.loads((report.PIPELINE / "manifest.json").read_text())
     recipe = (report.PIPELINE.parent / "configs" / f"{steps}_steps.yaml").read_text()
-    return {"steps": steps, "rollouts": rollouts, "recipe": recipe, "teacher": manifest["files"]}
+    options = {run.name: run.options for run in runs()}
+    return {"steps": steps, "rollouts": rollouts, "recipe": recipe, "teacher": manifest["files"], "options": options}
+
+
+def run_name(run: DigitsRun, steps: int, rollouts: int, seed: int) -> str:
+    """Of its directory: other settings, or other options of this run, have another."""
+    made_with = {**settings(steps, rollouts), "options": run.options}
+    digest = hashlib.sha256(json.dumps(made_with).encode()).hexdigest()[:8]
+    return f"{run.name}-{steps}-steps-seed-{seed}-{digest}"
 
 
 def real_latents(directory: Path) -> Path:
-    """The file of all digits as latents, encoded unless it is there."""
+    """The file of all digits as latents, encoded unless it is there. It is there when it is whole."""
     path = directory / "latents.safetensors"
     if not path.exists():
-        latents.build(path)
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="latents-", dir=directory) as aside:
+            latents.build(Path(aside) / path.name)
+            (Path(aside) / path.name).replace(path)
     return path
 
 
@@ -61,18 +76,20 @@ def key_of(run: DigitsRun, hop: SampleType, seed: int) -> str:
 
 
 def cells(
-    run: DigitsRun, steps: int, rollouts: int, seed: int, directory: Path
+    run: DigitsRun, hops: Collection[SampleType], steps: int, rollouts: int, seed: int, directory: Path
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Train, unless a finished run is there, and measure: key and row of each cell. An interrupted run continues."""
-    of = hashlib.sha256(json.dumps(settings(steps, rollouts)).encode()).hexdigest()[:8]  # never another budget's run
-    run_dir = directory / f"{run.name}-{steps}-steps-seed-{seed}-{of}"
+    """Train, unless a finished run is there, and measure with `hops`: key and row of each. Interrupted runs continue.
+
+    table.RunFailed: the training failed. ConfigError: another process trains it.
+    """
+    run_dir = directory / run_name(run, steps, rollouts, seed)
     if not (run_dir / "summary.json").is_file():
-        table.train(run_dir, steps, "told", seed, rollouts, run.options)
+        table.train(run_dir, steps, "told", seed, rollouts, run.flags(directory))
     summary = json.loads((run_dir / "summary.json").read_text())
     if "columns" not in summary:
         summary = report.report(run_dir)
     sampling = json.loads((run_dir / "student_raw" / STUDENT_FILE).read_text())
-    for hop in run.hops:
+    for hop in hops:
         columns = summary["columns"] if hop == sampling["sample_type"] else measured(run_dir, sampling, hop)
         yield (
             key_of(run, hop, seed),
@@ -94,5 +111,6 @@ def measured(run_dir: Path, sampling: Mapping[str, Any], hop: SampleType) -> dic
     return {name: column.figures() for name, column in columns.items()}
 
 
-def missing(run: DigitsRun, seed: int, done: Sequence[str]) -> bool:
-    return any(key_of(run, hop, seed) not in done for hop in run.hops)
+def missing(run: DigitsRun, seed: int, done: Collection[str]) -> list[SampleType]:
+    """The hops whose cells are not among the keys `done`."""
+    return [hop for hop in run.hops if key_of(run, hop, seed) not in done]

@@ -71,7 +71,7 @@ def train(
         for part in (sink.close, engines.dispose, *(group.dispose for group in groups)):
             stack.callback(part)
         done = _Done(rollouts.start)
-        with _kept(done, checkpoints, groups, stop):
+        with _kept(done, lambda completed: checkpoints(completed, groups, engines.settle), stop):
             weights = _export(groups, clock, rollouts.start)
             for rollout_id in rollouts:
                 with awake(engines):
@@ -169,7 +169,7 @@ class _Done:
 
 
 @contextmanager
-def _kept(done: _Done, checkpoints: Checkpoints, groups: Sequence[TrainerGroup], stop: StopRequest) -> Iterator[None]:
+def _kept(done: _Done, save: Callable[[int], None], stop: StopRequest) -> Iterator[None]:
     """Save what is done, if it is whole and not saved yet, when the block fails or is asked to stop.
 
     After a request to stop, a save that fails is the error to tell. After a failure it is logged, the failure goes on,
@@ -181,12 +181,12 @@ def _kept(done: _Done, checkpoints: Checkpoints, groups: Sequence[TrainerGroup],
         if done.saved or not done.whole or stop.insisted:
             raise
         if isinstance(error, KeyboardInterrupt):
-            checkpoints(done.rollouts, groups)
+            save(done.rollouts)
             raise
         logger.warning("%s: saving the %d rollouts done", error, done.rollouts)
         with stop.deferred():
             try:
-                checkpoints(done.rollouts, groups)
+                save(done.rollouts)
             except Exception:
                 logger.exception("the checkpoint after %d rollouts failed as well", done.rollouts)
         raise

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from miles_dmd2 import private_directory as module
-from miles_dmd2.private_directory import LOCK, abandoned, private_directory
+from miles_dmd2.private_directory import abandoned, private_directory
 
 ROOT = Path(__file__).parent.parent
 PREFIX = "md2-test-"
@@ -48,12 +48,9 @@ def sweep(root: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("place", "name", "locked"),
-    [("tempfile", "mkdtemp", False), ("Path", "open", False), ("fcntl", "flock", True)],
-)
-def test_an_owner_killed_while_it_makes_its_directory(tmp_path: Path, place: str, name: str, locked: bool) -> None:
-    """Just made, with a lock file that nobody holds yet, and locked."""
+@pytest.mark.parametrize(("place", "name"), [("tempfile", "mkdtemp"), ("os", "open"), ("fcntl", "flock")])
+def test_an_owner_killed_while_it_makes_its_directory(tmp_path: Path, place: str, name: str) -> None:
+    """Just made, opened, and locked."""
     done = subprocess.run(
         [sys.executable, "-c", KILLED, place, name, str(tmp_path)],
         capture_output=True,
@@ -62,7 +59,6 @@ def test_an_owner_killed_while_it_makes_its_directory(tmp_path: Path, place: str
     )
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, ""), done.stderr
     (left,) = tmp_path.iterdir()
-    assert (left / LOCK).exists() == (name != "mkdtemp")
     with private_directory(PREFIX, tmp_path) as living:
         assert sweep(tmp_path) == [left.name]
         assert living.exists()
@@ -103,7 +99,7 @@ def test_many_at_once_and_somebody_who_sweeps_all_the_time(tmp_path: Path) -> No
             with private_directory(PREFIX, tmp_path) as directory:
                 (directory / "mine").touch()
                 os.sched_yield()
-                if sorted(path.name for path in directory.iterdir()) != ["mine", LOCK]:
+                if [path.name for path in directory.iterdir()] != ["mine"]:
                     lost.append(directory)
 
     def clean() -> None:
@@ -124,6 +120,15 @@ def test_many_at_once_and_somebody_who_sweeps_all_the_time(tmp_path: Path) -> No
         thread.join()
     sweep_all(tmp_path)
     assert (lost, list(tmp_path.iterdir())) == ([], [])
+
+
+def test_an_owner_keeps_what_has_lost_every_file(tmp_path: Path) -> None:
+    """As a cleaner of old temporary files leaves the directory of a run of weeks."""
+    with private_directory(PREFIX, tmp_path) as directory:
+        for file in directory.iterdir():
+            file.unlink()
+        assert sweep(tmp_path) == []
+        assert directory.exists()
 
 
 def test_what_is_no_directory_of_ours_is_left_alone(tmp_path: Path) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from miles_dmd2.config import Config, ConfigError, TrainerSpec, checks
-from miles_dmd2.config.lora import lora_layers
+from miles_dmd2.config.trainers import adapter_layers
 from miles_dmd2.data.latents import check_latents, read_latents
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from miles_dmd2.models.base import ModelAdapter
 
 
@@ -50,12 +52,11 @@ def check_family(config: Config, trainers: Sequence[TrainerSpec], adapter: Model
             f"--dmd2-student-sample-type {algorithm.dmd2_student_sample_type}: {family} has "
             f"{' and '.join(adapter.sample_types)} only; use {adapter.sample_types[0]}"
         )
-    for spec in trainers:
-        if spec.lora is not None:
-            try:
-                lora_layers(adapter.weight_shapes(), spec.lora)
-            except ValueError as error:
-                raise ConfigError(f"trainer {spec.name}: {error}") from error
+    if any(spec.lora is not None for spec in trainers):
+        shapes = adapter.weight_shapes()
+        idle = adapter.idle_parameters(outline(shapes))
+        for spec in trainers:
+            adapter_layers(spec, shapes, idle.keys())
     shown = config.evaluation.eval_prompt_data is not None or config.rollout.custom_rm_path is not None
     if shown and adapter.num_frames < adapter.fewest_decoded_frames:
         raise ConfigError(
@@ -72,6 +73,25 @@ def check_family(config: Config, trainers: Sequence[TrainerSpec], adapter: Model
                     f"--dmd2-critic-conditioning stop_step: {family} runs one sample a forward, {spec.name} has "
                     f"--micro-batch-size {spec.micro_batch_size}; set it to 1"
                 )
+
+
+def outline(shapes: Mapping[str, Sequence[int]]) -> nn.Module:
+    """A module with parameters of these names and shapes and no values: what an adapter says of parameters by their
+    names is then known before a weight is read.
+    """
+    import torch
+    from torch import nn
+
+    root = nn.Module()
+    for name, shape in shapes.items():
+        *path, last = name.split(".")
+        module = root
+        for part in path:
+            if part not in dict(module.named_children()):
+                module.add_module(part, nn.Module())
+            module = module.get_submodule(part)
+        module.register_parameter(last, nn.Parameter(torch.empty(tuple(shape), device="meta")))
+    return root
 
 
 def check_sglang(config: Config, adapter: ModelAdapter) -> None:

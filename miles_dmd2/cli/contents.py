@@ -27,9 +27,11 @@ def contents(config: Config, trainers: Sequence[TrainerSpec]) -> dict[str, str]:
         "hf_checkpoint": pipeline_digest(model.hf_checkpoint),
         "prompt_data": prompts_digest(rollout.prompt_data, "--prompt-data", rewarded=rewards is not None),
     }
-    own = {spec.name: spec.checkpoint for spec in trainers if spec.checkpoint != model.hf_checkpoint}
+    base = model.hf_checkpoint.resolve()
+    own = {spec.name: spec.checkpoint for spec in trainers if spec.checkpoint.resolve() != base}
     if own:
-        found["trainer_config"] = _hash({name: pipeline_digest(path) for name, path in own.items()})
+        flags = {name: f"trainer {name}: hf-checkpoint" for name in own}
+        found["trainer_config"] = _hash({name: pipeline_digest(path, flags[name]) for name, path in own.items()})
     if config.algorithm.dmd2_latents is not None:
         found["dmd2_latents"] = read_latents(config.algorithm.dmd2_latents).digest()
     if evaluation.eval_prompt_data is not None:

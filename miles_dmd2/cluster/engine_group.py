@@ -256,7 +256,7 @@ class RayEngineGroup:
         (figures,) = self._wait([self._actors[0].evaluate.remote(parts, rollout_id, kind)], "evaluation")
         self._all("new_forwards")  # eval forwards are not part of the training budget
         self._evaluated = True
-        self._tell("media_failures")
+        self._tell("media_failures", self._timeout)
         return dict(figures)
 
     def metrics(self) -> Mapping[str, float]:
@@ -270,21 +270,21 @@ class RayEngineGroup:
         return figures | ({"reward_mean": statistics.fmean(rewards)} if rewards else {})
 
     def settle(self) -> None:
-        """See `types.Engines`. An engine that is gone is told by its next call."""
+        """See `types.Engines`. Not long for an engine that fails or is busy: it is told by its next call."""
         if self._evaluated:
             self._tell_or_doubt("settled_media")
 
     def _tell_or_doubt(self, method: str) -> None:
         """Not raised: whatever ends the run here is told by others, and training may be whole."""
         try:
-            self._tell(method)
+            self._tell(method, self._timeout if self._idle else _CLOSE_SECONDS)
         except RunError as error:
             self.media_failures.append(f"the files of the last eval may not be complete: {error}")
             logger.warning("%s", self.media_failures[-1])
 
-    def _tell(self, method: str) -> None:
+    def _tell(self, method: str, timeout: float) -> None:
         """Keep and log what is new of the eval files that are not there."""
-        (failures,) = self._wait([getattr(self._actors[0], method).remote()], "files of the evals")
+        (failures,) = self._wait([getattr(self._actors[0], method).remote()], "files of the evals", timeout)
         for failure in failures[self._told :]:
             self.media_failures.append(failure)
             logger.warning("%s", failure)
@@ -294,7 +294,6 @@ class RayEngineGroup:
         """Waits for the last file of the evals; see `media_failures`. Not long for engines that fail or are busy."""
         try:
             if self._actors and self._evaluated:
-                self._timeout = self._timeout if self._idle else _CLOSE_SECONDS
                 self._tell_or_doubt("finish_media")
         finally:
             self._end()
@@ -311,9 +310,9 @@ class RayEngineGroup:
         refs = [getattr(actor, method).remote() for actor in self._actors]
         return self._wait(refs, f"rollout engines: {method}")
 
-    def _wait(self, refs: Sequence[Any], what: str) -> list[Any]:
+    def _wait(self, refs: Sequence[Any], what: str, timeout: float | None = None) -> list[Any]:
         self._idle = False
-        answers = wait(refs, self._timeout, what)
+        answers = wait(refs, self._timeout if timeout is None else timeout, what)
         self._idle = True
         return answers
 

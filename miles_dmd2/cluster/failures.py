@@ -11,18 +11,24 @@ from typing import Any
 import ray
 
 _GRACE_SECONDS = 5.0  # for the other ranks to report, when one has failed
-_NODE_SECONDS = 40.0  # for Ray to notice that a node is gone
+_NODE_SECONDS = 40.0  # for Ray to notice that a node is gone, if there is another one
 _LONGEST_LINE = 1000  # characters of an error on the terminal; all of it is in the log
 # What the others of a group say when one of them is gone.
 _SYMPTOMS = ("Connection closed by peer", "Connection reset by peer", "NCCL", "remote process exited", "Broken pipe")
 
 # Actor id -> (name, log file). A run starts few, and one driver has one run.
 _workers: dict[str, tuple[str, Path]] = {}
+# Node id -> host and address: of the cluster as the run's processes were started on it.
+_nodes: dict[str, str] = {}
 
 
 def introduce(actor: Any, name: str, log_directory: Path) -> None:
-    """From now on failures of this actor are told with its name and its log."""
+    """From now on failures of this actor are told with its name and its log, and lost nodes with theirs."""
     _workers[actor._actor_id.hex()] = (name, log_directory / f"{name}.log")
+    alive = _alive()
+    if not _nodes.keys() & alive.keys():
+        _nodes.clear()  # they were of another cluster
+    _nodes.update(alive)
 
 
 def late(refs: Sequence[Any], timeout: float, what: str) -> str:
@@ -74,16 +80,17 @@ def summary_of(text: str) -> str:
 
 
 def _lost_node() -> str | None:
-    """The node that goes while we look. Processes of a lost node are out of reach at once, but Ray calls a node dead
-    only after it has missed some health checks, 15 s by default.
+    """A node that is gone, or goes while we look. Processes of a lost node are out of reach at once, but Ray calls a
+    node dead only after it has missed some health checks, 15 s by default. The driver's own cannot be the one.
     """
-    before, deadline = _alive(), time.monotonic() + _NODE_SECONDS
-    while time.monotonic() < deadline:
-        gone = before.keys() - _alive().keys()
+    deadline = time.monotonic() + _NODE_SECONDS
+    while True:
+        gone = _nodes.keys() - _alive().keys()
         if gone:
-            return f"its node is lost: {before[min(gone)]}"
+            return f"its node is lost: {_nodes[min(gone)]}"
+        if len(_nodes) < 2 or time.monotonic() >= deadline:
+            return None
         time.sleep(0.5)
-    return None
 
 
 def _alive() -> dict[str, str]:

@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,20 +55,19 @@ def ray_session(address: str | None, devices: int, device: str, connect_timeout:
             ray.shutdown()
         return
     sweep_sessions()
-    with private_directory(f"{_SESSION_PREFIX}{os.getpid()}-") as session:
-        try:
-            with _on_loopback(), _in_own_groups():
-                _init(
-                    address="local",
-                    num_cpus=max(devices, 1),
-                    num_gpus=devices if device == "cuda" else 0,
-                    include_dashboard=False,
-                    _temp_dir=str(session / _RAY),  # Ray opens its directory to everybody: it is in a private one
-                )
-            yield
-        finally:
-            ray.shutdown()
-    sweep_sessions()  # those that were in use at the start
+    with ExitStack() as ending:
+        ending.callback(sweep_sessions)  # those that were in use at the start
+        session = ending.enter_context(private_directory(f"{_SESSION_PREFIX}{os.getpid()}-"))
+        ending.callback(ray.shutdown)
+        with _on_loopback(), _in_own_groups():
+            _init(
+                address="local",
+                num_cpus=max(devices, 1),
+                num_gpus=devices if device == "cuda" else 0,
+                include_dashboard=False,
+                _temp_dir=str(session / _RAY),  # Ray opens its directory to everybody: it is in a private one
+            )
+        yield
 
 
 @contextmanager

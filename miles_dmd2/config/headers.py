@@ -56,13 +56,15 @@ def read_component(directory: Path, flag: str = "--hf-checkpoint") -> tuple[Weig
         files = sorted(directory.rglob("*.safetensors"))
     weights: dict[str, Weight] = {}
     for file in files:
-        for name, entry in _header(file, flag).items():
+        for name, entry in read_header(file, flag).items():
             weights.setdefault(name, _weight(name, entry, file, flag))
     return tuple(weights.values())
 
 
-def _header(file: Path, flag: str) -> dict[str, Any]:
-    """Layout of a safetensors file: length of the header in 8 bytes, little-endian, the header in JSON, the tensors."""
+def read_header(file: Path, flag: str = "--hf-checkpoint") -> dict[str, Any]:
+    """Tensor name -> its entry. Layout of a safetensors file: length of the header in 8 bytes, little-endian, the
+    header in JSON, the tensors. ConfigError: unreadable.
+    """
     try:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")

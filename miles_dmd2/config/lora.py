@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 ALL_LINEAR = "all-linear"
@@ -35,40 +35,62 @@ def block_of(name: str) -> str:
     return ".".join(parts[:3]) if len(parts) > 3 and parts[1].endswith("blocks") and parts[2].isdigit() else ""
 
 
-def lora_layers(shapes: Mapping[str, Sequence[int]], lora: Lora) -> dict[str, tuple[int, int]]:
+def lora_layers(
+    shapes: Mapping[str, Sequence[int]], lora: Lora, untrained: Collection[str] = ()
+) -> dict[str, tuple[int, int]]:
     """Layer -> (out, in) of the layers that the adapter is over: of the blocks' linear ones those whose name is, or
-    ends in, one of the targets. `shapes`: of the network's weights. ValueError: a target that no layer has, or a rank
-    that none of the layers has.
+    ends in, one of the targets. `shapes`: of the network's weights. `untrained`: names of weights that get no adapter,
+    because no gradient comes to them. ValueError: a target that no layer has, or none that trains, or a rank that none
+    of the layers has.
     """
     linear = {
         name.removesuffix(".weight"): (shape[0], shape[1])
         for name, shape in shapes.items()
         if name.endswith(".weight") and len(shape) == 2 and block_of(name) not in ("", name.removesuffix(".weight"))
     }  # a layer that has a number itself, as `cap_embedder.1`, is no block
-    chosen = linear if lora.target_modules == (ALL_LINEAR,) else {}
-    for target in () if chosen else lora.target_modules:
-        found = {name: shape for name, shape in linear.items() if name == target or name.endswith(f".{target}")}
-        if not found:
-            known = sorted({name.removeprefix(f"{block_of(name)}.") for name in linear})
-            more = f" and {len(known) - _SHOWN} more" if len(known) > _SHOWN else ""
-            raise ValueError(
-                f"--lora-target-modules {target}: no linear layer of the network's blocks has this name; they have "
-                f"{', '.join(known[:_SHOWN])}{more}; {ALL_LINEAR} takes all"
-            )
-        chosen |= found
+    training = {name for name in linear if f"{name}.weight" not in untrained}
+    if lora.target_modules == (ALL_LINEAR,):
+        named = training
+    else:
+        named = {name for target in lora.target_modules for name in _layers_of(target, linear, training)}
+    chosen = {name: shape for name, shape in linear.items() if name in named & training}
+    if not chosen:
+        raise ValueError(f"--lora-rank {lora.rank}: no linear layer of the network's blocks is trained; use 0")
     largest = max(min(shape) for shape in chosen.values())
     if lora.rank > largest:
         raise ValueError(
             f"--lora-rank {lora.rank}: none of the layers has a rank above {largest}; use {largest} or less, or 0 to "
             "train all parameters"
         )
-    return {name: chosen[name] for name in linear if name in chosen}
+    return chosen
 
 
-def lora_shapes(shapes: Mapping[str, Sequence[int]], lora: Lora) -> dict[str, tuple[int, int]]:
-    """Names and shapes of the adapter's parameters. ValueError as `lora_layers`."""
+def lora_shapes(layers: Mapping[str, tuple[int, int]], rank: int) -> dict[str, tuple[int, int]]:
+    """Names and shapes of the parameters of an adapter over layers of these shapes."""
     return {
         f"{layer}.lora_{factor}.weight": shape
-        for layer, (rows, columns) in lora_layers(shapes, lora).items()
-        for factor, shape in (("A", (lora.rank, columns)), ("B", (rows, lora.rank)))
+        for layer, (rows, columns) in layers.items()
+        for factor, shape in (("A", (rank, columns)), ("B", (rows, rank)))
     }
+
+
+def _layers_of(target: str, linear: Collection[str], training: Collection[str]) -> set[str]:
+    """The linear layers that a target names. ValueError: none, or none of those that train."""
+    found = {name for name in linear if name == target or name.endswith(f".{target}")}
+    if not found:
+        known = _shown({name.removeprefix(f"{block_of(name)}.") for name in linear})
+        raise ValueError(
+            f"--lora-target-modules {target}: no linear layer of the network's blocks has this name; they have "
+            f"{known}; {ALL_LINEAR} takes all"
+        )
+    if found.isdisjoint(training):
+        raise ValueError(
+            f"--lora-target-modules {target}: no gradient ever comes to {_shown(found)}, so an adapter there would not "
+            f"train; name other layers; {ALL_LINEAR} takes all that train"
+        )
+    return found
+
+
+def _shown(names: Collection[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{', '.join(sorted(names)[:_SHOWN])}{more}"

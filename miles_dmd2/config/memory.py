@@ -16,7 +16,7 @@ from miles_dmd2.config.headers import Weight
 from miles_dmd2.config.lora import block_of, lora_shapes
 from miles_dmd2.config.schema import Config
 from miles_dmd2.config.sglang import SHARED_MEMORY
-from miles_dmd2.config.trainers import TrainerSpec
+from miles_dmd2.config.trainers import TrainerSpec, adapter_layers
 
 RESERVE = 0.1
 GB = 1e9
@@ -95,10 +95,7 @@ def _adapter(spec: TrainerSpec, shapes: Mapping[str, Sequence[int]]) -> tuple[We
     """The parameters of a trainer's adapter in master precision; none for one that trains all parameters."""
     if spec.lora is None:
         return ()
-    try:
-        named = lora_shapes(shapes, spec.lora)
-    except ValueError as error:
-        raise ConfigError(f"trainer {spec.name}: {error}") from error
+    named = lora_shapes(adapter_layers(spec, shapes), spec.lora.rank)
     return tuple(Weight(name, "F32", shape, MASTER * shape[0] * shape[1]) for name, shape in named.items())
 
 

@@ -320,6 +320,13 @@ class TrainerSection(Section):
         f"{ALL_LINEAR}: each of them",
     )
 
+    @field_validator("lora_target_modules")
+    @classmethod
+    def _some_layer(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not value:
+            raise ValueError(f"names no layer; give one or more, {ALL_LINEAR}, or leave it out")
+        return value
+
 
 class ClusterSection(Section):
     """Placement."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -12,7 +13,7 @@ from pydantic import Field, ValidationError
 
 from miles_dmd2.config.clock import StudentClock
 from miles_dmd2.config.errors import ConfigError, near_divisors, nearest, show
-from miles_dmd2.config.lora import Lora
+from miles_dmd2.config.lora import Lora, lora_layers
 from miles_dmd2.config.options import reason
 from miles_dmd2.config.schema import Config
 from miles_dmd2.config.section import PositiveInt
@@ -94,6 +95,18 @@ def resolve_trainers(config: Config) -> tuple[TrainerSpec, ...]:
     window = _window(config, steps, f"trainer {critic}")
     clock = _clock(config, steps, f"trainer {critic}")
     return tuple(_resolve(config, entry, own, window, steps, clock) for entry, own in pairs)
+
+
+def adapter_layers(
+    spec: TrainerSpec, shapes: Mapping[str, Sequence[int]], untrained: Collection[str] = ()
+) -> dict[str, tuple[int, int]]:
+    """`lora_layers` of a trainer's adapter, none without one. ConfigError names the trainer."""
+    if spec.lora is None:
+        return {}
+    try:
+        return lora_layers(shapes, spec.lora, untrained)
+    except ValueError as error:
+        raise ConfigError(f"trainer {spec.name}: {error}") from error
 
 
 def student_clock(config: Config, trainers: Sequence[TrainerSpec]) -> StudentClock:
@@ -238,10 +251,11 @@ def _lora(config: Config, entry: TrainerEntry, settings: TrainerSettings, where:
                 "leave it out, or give this trainer a rank"
             )
         return None
-    if settings.hf_checkpoint != config.model.hf_checkpoint:
+    own, base = settings.hf_checkpoint, config.model.hf_checkpoint
+    if os.path.realpath(own) != os.path.realpath(base):  # Path.resolve raises on a loop of links, not told yet here
         raise ConfigError(
-            f"{where}: hf-checkpoint {show(settings.hf_checkpoint)}: with --lora-rank {settings.lora_rank} the frozen "
-            f"base is the run's --hf-checkpoint {show(config.model.hf_checkpoint)}; leave it out"
+            f"{where}: hf-checkpoint {show(own)}: with --lora-rank {settings.lora_rank} the frozen base is the run's "
+            f"--hf-checkpoint {show(base)}; leave it out"
         )
     return Lora(settings.lora_rank, settings.lora_alpha or settings.lora_rank, settings.lora_target_modules)
 

@@ -1,13 +1,17 @@
-"""Reading a diffusers pipeline directory's JSON files. Standard library only."""
+"""Reading a diffusers pipeline directory's JSON files, and what its files are known by. Without torch."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
+
+from miles_dmd2.config.errors import ConfigError, show
+from miles_dmd2.config.headers import read_header
 
 FLAG = "--hf-checkpoint"
+PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5")  # never read here, so never copied
 _BLOCK = 4096
 
 
@@ -45,31 +49,43 @@ def component_digest(checkpoint: Path, component: str) -> str:
     return digest.hexdigest()
 
 
-def pipeline_digest(checkpoint: Path) -> str:
+def pipeline_digest(checkpoint: Path, flag: str = FLAG) -> str:
     """SHA-256 in hex over a pipeline's parts, as it must be the same for a run that goes on: names and contents of
-    model_index.json and of all files in its folders, but of a tensor the first and last 4 KiB alone. A training step
-    changes these too, and to read some hundred gigabytes would take longer than to load them.
+    model_index.json and of all files in the folders that it names, but of a tensor the first and last 4 KiB alone, and
+    nothing of pickles, which are never loaded. A training step changes these ends too, and to read some hundred
+    gigabytes would take longer than to load them. ConfigError: weights that cannot be read.
     """
     digest = hashlib.sha256()
-    parts = [path for path in sorted(checkpoint.iterdir()) if path.is_dir() and not path.name.startswith(".")]
+    index = read_config(checkpoint, "model_index.json")
+    parts = [checkpoint / name for name, value in sorted(index.items()) if isinstance(value, list)]
     files = [file for part in parts for file in sorted(part.rglob("*")) if file.is_file()]
-    index = checkpoint / "model_index.json"
-    for file in [index, *files] if index.is_file() else files:
+    for file in [checkpoint / "model_index.json", *files]:
+        if file.suffix in PICKLED:
+            continue
         digest.update(f"{file.relative_to(checkpoint)}\0".encode())
-        with file.open("rb") as stream:
-            whole = file.suffix != ".safetensors"
-            digest.update(hashlib.file_digest(stream, "sha256").digest() if whole else _ends_of_tensors(stream))
+        if file.suffix == ".safetensors":
+            digest.update(_ends_of_tensors(file, flag))
+        else:
+            with file.open("rb") as stream:
+                digest.update(hashlib.file_digest(stream, "sha256").digest())
     return digest.hexdigest()
 
 
-def _ends_of_tensors(stream: BinaryIO) -> bytes:
-    """Of a safetensors file: length of the header in 8 bytes, little-endian, the header in JSON, the tensors."""
-    start = stream.read(8)
-    header = stream.read(int.from_bytes(start, "little"))
-    digest = hashlib.sha256(header)
-    tensors = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
-    for begin, end in sorted(tuple(entry["data_offsets"]) for entry in tensors.values()):
-        for at in (begin, max(begin, end - _BLOCK)):
-            stream.seek(8 + len(header) + at)
-            digest.update(stream.read(min(_BLOCK, end - at)))
+def _ends_of_tensors(file: Path, flag: str) -> bytes:
+    header = read_header(file, flag)
+    try:
+        spans = sorted((int(begin), int(end)) for begin, end in (entry["data_offsets"] for entry in header.values()))
+        if any(not 0 <= begin <= end for begin, end in spans):
+            raise ValueError("offsets that run backwards")
+    except (TypeError, KeyError, ValueError) as error:
+        raise ConfigError(
+            f"{flag}: {show(file)} describes a tensor in a malformed way ({error!r}); get it again"
+        ) from None
+    with file.open("rb") as stream:
+        start = 8 + int.from_bytes(stream.read(8), "little")
+        digest = hashlib.sha256(stream.read(start - 8))
+        for begin, end in spans:
+            for at in (begin, max(begin, end - _BLOCK)):
+                stream.seek(start + at)
+                digest.update(stream.read(min(_BLOCK, end - at)))
     return digest.digest()

@@ -14,11 +14,10 @@ from typing import Any
 
 from torch import Tensor
 
-from miles_dmd2.models.checkpoint import read_config
+from miles_dmd2.models.checkpoint import PICKLED, read_config
 from miles_dmd2.models.weights import mismatch, not_finite, safetensors_shapes
 from miles_dmd2.types import SampleType
 
-PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5")  # never read here, so never copied
 WEIGHTS_FILE = "diffusion_pytorch_model.safetensors"
 STUDENT_FILE = "student.json"
 ADAPTER_DIRECTORY = "lora"  # beside the pipeline's components

@@ -115,7 +115,14 @@ METRICS = (
     Metric(
         "time", "eval", "driver", "seconds of an eval", where="--eval-prompt-data, rows with an eval", of_machine=True
     ),
-    Metric("time", "save", "driver", "seconds of a checkpoint", where="rows with a checkpoint", of_machine=True),
+    Metric(
+        "time",
+        "save",
+        "driver",
+        "seconds of a checkpoint; those of its renaming are in the next row",
+        where="rows with a checkpoint",
+        of_machine=True,
+    ),
     Metric(
         "eval",
         "<figure>_raw, <figure>_ema",

@@ -1,7 +1,8 @@
 """The batch of a step that was not finite, kept so that the step can be computed again.
 
 A directory holds what every rank trained on (`samples_<rank>.safetensors` and `.json`), the group's state just before
-the step (as a checkpoint has it), and `batch.json`: which step, and how to build the trainer.
+the step (as a checkpoint has it), and `batch.json`: which step, and how to build the trainer. The state of an adapter
+is without its base, so that one's digest is there too.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from miles_dmd2.config.memory import TRAINED
+from miles_dmd2.models.checkpoint import component_digest
 from miles_dmd2.training.checkpoint import write_file
 from miles_dmd2.types import RolloutSample, ScoreRow, WeightVersion
 
-FORMAT = "miles_dmd2 bad batch 1"
+FORMAT = "miles_dmd2 bad batch 2"
 FACTS = "batch.json"
 _PLAIN = ("sample_id", "prompt", "seed", "stop_step", "reward")
 
@@ -53,7 +56,9 @@ def write_samples(directory: Path, rank: int, samples: Sequence[RolloutSample], 
 
 
 def write_facts(directory: Path, facts: Mapping[str, Any]) -> None:
-    text = json.dumps({"format": FORMAT, **facts}, indent=1, default=str)
+    """OSError also where the base of an adapter is gone: it is read to its end here, on a few steps of a run."""
+    base = None if facts["settings"]["lora"] is None else component_digest(Path(facts["checkpoint"]), TRAINED)
+    text = json.dumps({"format": FORMAT, **facts, "base_sha256": base}, indent=1, default=str)
     (directory / FACTS).write_text(text + "\n")
 
 
@@ -78,6 +83,19 @@ def read_bad_batch(directory: Path) -> BadBatch:
             f"{directory} is not a complete bad batch ({error!r}); give one of RUN_DIR/bad_batches"
         ) from error
     return BadBatch(samples, scores, facts)
+
+
+def check_base(facts: Mapping[str, Any], checkpoint: Path) -> None:
+    """ValueError: the transformer there is not the base of the adapter whose step this is."""
+    kept = facts["base_sha256"]
+    if kept is None:
+        return
+    found = component_digest(checkpoint, TRAINED)
+    if found != kept:
+        raise ValueError(
+            f"--hf-checkpoint {checkpoint}: another transformer (SHA-256 {found[:12]}) than the base of this step's "
+            f"adapter ({kept[:12]}); give that one"
+        )
 
 
 def _sample(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[RolloutSample, ScoreRow | None]:

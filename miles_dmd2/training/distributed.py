@@ -50,9 +50,13 @@ class Ranks:
         return cast("list[float]", tensor.tolist())
 
 
-def backend_string() -> str:
-    """`cpu:gloo,cuda:nccl`: metrics, and checkpoints while asleep, need gloo beside NCCL. A CPU build has gloo only."""
-    return "cpu:gloo,cuda:nccl" if dist.is_nccl_available() else "gloo"
+def backend_string(device: str) -> str:
+    """On GPUs `cpu:gloo,cuda:nccl`: metrics, and checkpoints while asleep, need gloo beside NCCL.
+
+    On CPUs gloo alone: torch's CUDA build, which is what PyPI has for Linux, has NCCL on hosts without a GPU too, and
+    it refuses to start there.
+    """
+    return "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
 
 
 def open_rendezvous(host: str, world_size: int, timeout_s: float = 180.0) -> dist.TCPStore:
@@ -106,7 +110,8 @@ def init_ranks(
                 )
             store = dist.HashStore()
         timeout = timedelta(seconds=timeout_s)
-        dist.init_process_group(backend_string(), store=store, rank=rank, world_size=world_size, timeout=timeout)
+        backend = backend_string(working.type)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     mesh = init_device_mesh(working.type, (world_size,), mesh_dim_names=("shard",))
     return Ranks(rank, world_size, working, mesh)
 

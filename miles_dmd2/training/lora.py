@@ -29,14 +29,13 @@ def add_lora(module: nn.Module, lora: Lora, role: Role, seed: int, untrained: Co
     """Freeze `module`, on the CPU, and put an adapter into it; call before sharding.
 
     B starts at 0, so the network computes what it did, and A as peft draws it, from a key of seed and role: the same on
-    every rank. `untrained`: names of weights that get no adapter, because no gradient comes to them. ValueError: no
-    layers of these names, or one that is not linear.
+    every rank. `untrained`: names of weights that get no adapter, because no gradient comes to them. ValueError: as
+    `lora_layers`, or a layer that is not linear.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
     module.requires_grad_(False)
-    found = lora_layers({name: tuple(p.shape) for name, p in module.named_parameters()}, lora)
-    layers = [layer for layer in found if f"{layer}.weight" not in untrained]
+    layers = lora_layers({name: tuple(p.shape) for name, p in module.named_parameters()}, lora, untrained)
     for layer in layers:
         if type(module.get_submodule(layer)) is not nn.Linear:
             raise ValueError(f"--lora-target-modules: {layer} is no linear layer; name those that are")

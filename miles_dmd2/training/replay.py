@@ -12,7 +12,7 @@ import torch
 from miles_dmd2.config.lora import Lora
 from miles_dmd2.models.base import ModelAdapter
 from miles_dmd2.training.actor import ActorTrainer
-from miles_dmd2.training.bad_batch import BadBatch, read_bad_batch
+from miles_dmd2.training.bad_batch import BadBatch, check_base, read_bad_batch
 from miles_dmd2.training.critic import CriticTrainer
 from miles_dmd2.training.distributed import Ranks
 from miles_dmd2.training.optimizer import OptimizerSettings
@@ -27,6 +27,7 @@ def replay(directory: Path, adapter: ModelAdapter, ranks: Ranks) -> StepReport:
     """
     bad = read_bad_batch(directory)
     facts = bad.facts
+    check_base(facts, adapter.checkpoint)
     window = [sample.sample_id for sample in bad.samples]
     trainer = build(bad, adapter, ranks)
     trainer.load(directory, facts["counters"], facts["world_size"])

@@ -4,6 +4,7 @@
     python recipes/digits/table.py --steps 1 --seeds 0    one cell
 
 Each cell trains to its budget, is measured, goes on from its checkpoint to twice the budget, and is measured again.
+Ctrl-C lets the running cell save first; the same command goes on from there.
 `published` cells have the plain critic of the published recipes, beside ours, which is told the stop step.
 """
 
@@ -22,10 +23,32 @@ from typing import Any
 import yaml
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parents[1]))
+
+from miles_dmd2.config.checks import RUN_MARKER
+from miles_dmd2.config.errors import ConfigError, show
+from miles_dmd2.run_directory import LOCK, in_use
+
 KINDS = {"told": [], "published": ["--dmd2-critic-conditioning", "none"]}
 
 
+class RunFailed(RuntimeError):
+    """A training ended with an error, which it has told itself. One line."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
+    """0, or 1 where a training failed and 2 for a directory in use, told in one line; 130 after Ctrl-C."""
+    try:
+        return run_table(argv)
+    except (RunFailed, ConfigError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1 if isinstance(error, RunFailed) else 2
+    except KeyboardInterrupt:
+        print("\nstopped: finished cells are kept; the same command goes on from what was saved", file=sys.stderr)
+        return 130
+
+
+def run_table(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, nargs="+", choices=(1, 2, 4), default=[1, 2, 4])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -65,15 +88,47 @@ def run_cell(steps: int, kind: str, seed: int, output: Path, options: Sequence[s
 
 
 def train(run_dir: Path, steps: int, kind: str, seed: int, rollouts: int, more: Sequence[str]) -> None:
-    """In a process of its own, as a user would. RuntimeError: it failed."""
+    """In a process of its own, as a user would; goes on from a checkpoint.
+
+    RunFailed: it failed. ConfigError: another process trains there. KeyboardInterrupt: after it has saved and stopped.
+    """
     options = ["--steps", steps, "--seed", seed, "--num-rollout", rollouts, "--run-dir", run_dir, *KINDS[kind], *more]
     if any((run_dir / "checkpoints").glob("step_*/manifest.json")):
         options += ["--load", run_dir]
+    elif not any(option.split("=")[0] == "--save" for option in more):  # else its checkpoints are elsewhere
+        clear_unsaved(run_dir)
     command = [sys.executable, str(HERE / "run.py"), *map(str, options)]
     print(" ".join(command), flush=True)
-    code = subprocess.run(command, check=False).returncode
+    code = ended(subprocess.Popen(command))
     if code:
-        raise RuntimeError(f"{run_dir} ended with exit code {code}")
+        raise RunFailed(f"the training in {show(run_dir)} ended with exit code {code}; see what it said above")
+
+
+def clear_unsaved(run_dir: Path) -> None:
+    """Empty the directory of a run that died before its first checkpoint: another run is refused there.
+
+    A finished run is left alone. ConfigError: the run is going on.
+    """
+    if not (run_dir / RUN_MARKER).is_file() or (run_dir / "summary.json").is_file():
+        return
+    with in_use([("--run-dir", run_dir)]):
+        for path in run_dir.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            elif path.name != LOCK:
+                path.unlink()
+
+
+def ended(process: subprocess.Popen[bytes]) -> int:
+    """Wait for the exit code. Ctrl-C reaches the run too, which saves at the end of its rollout: it is waited for,
+    where subprocess.run would kill it after a quarter of a second. A second Ctrl-C ends the wait.
+    """
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        print("\nwaiting for the training to save and stop; once more ends the wait", file=sys.stderr, flush=True)
+        process.wait()
+        raise
 
 
 def write_table(cells: Sequence[dict[str, Any]], output: Path) -> None:

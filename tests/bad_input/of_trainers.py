@@ -38,6 +38,18 @@ TRAINERS: Table = {
         "to_x: no linear layer",
         "all-linear takes all",
     ),
+    "adapter's no layers": pair(
+        "trainer 1 (critic): lora-target-modules",
+        "[]: names no layer",
+        "give one or more, all-linear, or leave it out",
+        critic="{lora_rank: 2, lora_target_modules: []}",
+    ),
+    "adapter's idle layers": flags(
+        "--lora-rank 2 --lora-target-modules transformer_blocks.1.attn.add_q_proj to_q",
+        "trainer critic: --lora-target-modules",
+        "transformer_blocks.1.attn.add_q_proj: no gradient ever comes to",
+        "name other layers",
+    ),
     "adapter's rank": flags("--lora-rank 999", "trainer critic: --lora-rank", "999: none of the layers", "use 64 or"),
     "adapter of one": pair(
         "trainer critic", "lora-alpha 3: is never read", "give this trainer a rank", critic="{lora_alpha: 3}"

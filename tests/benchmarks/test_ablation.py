@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -113,13 +113,76 @@ def test_cells_of_other_settings_are_refused(tmp_path: Path) -> None:
         assert said in str(error.value)
 
 
-@pytest.mark.parametrize("line", ["not json", "[]", '{"key": "a"}'])
+@pytest.mark.parametrize("line", ["not json", "[]", '{"key": "a"}', '{"key": [], "settings": {}}', "[" * 100_000])
 def test_a_line_that_is_no_cell_is_refused_with_its_number(tmp_path: Path, line: str) -> None:
     path = tmp_path / "cells.jsonl"
     CellFile(path, {}).append("a", {})
     path.write_text(path.read_text() + line + "\n")
     with pytest.raises(ConfigError, match="line 2 is no finished cell"):
         read_rows(path)
+
+
+FOREIGN = {
+    "a summary": b'{\n  "steps": 4,\n  "columns": {}\n}',
+    "a summary with its newline": b'{\n  "steps": 4\n}\n',
+    "one line without its newline": b'{"steps": 4}',
+    "no text": b"\x89PNG\r\n\x1a\n\xff\xfe",
+    "prose": b"first\nlast",
+}
+
+
+@pytest.mark.parametrize("content", FOREIGN.values(), ids=FOREIGN)
+@pytest.mark.usefixtures("tiny")
+def test_a_foreign_file_is_one_line_and_stays_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes
+) -> None:
+    path = tmp_path / "summary.json"
+    path.write_bytes(content)
+    commands = (
+        ["report", str(path)],
+        ["ring", "--rollouts", "2", "--seeds", "0", "--out", str(path)],
+        ["digits", "--seeds", "0", "--out", str(path), "--runs", str(tmp_path / "runs")],
+    )
+    for command in commands:
+        assert ablation.main(command) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"error: {path}: ")
+        assert path.read_bytes() == content
+    assert [found.name for found in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_only_the_writer_cuts_a_torn_line_and_only_of_a_file_of_its_settings(tmp_path: Path) -> None:
+    path = tmp_path / "cells.jsonl"
+    CellFile(path, {"rate": 1}).append("a", {"said": "é"})
+    whole = path.read_bytes()
+    torn = whole + b'{"key": "b", "set'
+    path.write_bytes(torn)
+    assert [row["key"] for row in read_rows(path)] == ["a"]
+    with pytest.raises(ConfigError, match="rate 1, now 2"):
+        CellFile(path, {"rate": 2})
+    assert path.read_bytes() == torn
+    assert list(CellFile(path, {"rate": 1}).rows) == ["a"]
+    assert path.read_bytes() == whole
+
+
+def test_an_empty_file_is_one_to_begin(tmp_path: Path) -> None:
+    path = tmp_path / "cells.jsonl"
+    path.touch()
+    CellFile(path, {}).append("a", {})
+    assert [row["key"] for row in read_rows(path)] == ["a"]
+
+
+def test_a_file_with_a_cell_twice_is_refused_with_its_key(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    key = read_rows(finished)[1]["key"]
+    lines = finished.read_bytes().splitlines(keepends=True)
+    finished.write_bytes(b"".join([*lines, lines[1]]))
+    before = finished.read_bytes()
+    assert ablation.main(["report", str(finished)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"error: {finished}: line 8 has cell {key} once more; remove one of the two"
+    with pytest.raises(ConfigError, match="once more"):
+        CellFile(finished, {})
+    assert finished.read_bytes() == before
 
 
 @pytest.mark.usefixtures("tiny")
@@ -187,13 +250,29 @@ def test_the_picture_has_a_line_for_each_cell_as_it_is_used(finished: Path, tmp_
     assert all(any(abs(x - near) <= 6 for x in blue) for near in (180, 194, 221))
 
 
-def test_each_digits_run_is_one_that_the_product_takes(tmp_path: Path) -> None:
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Where digits were encoded; a file is written where the encoder would have."""
+    paths: list[Path] = []
+
+    def build(path: Path) -> None:
+        paths.append(path)
+        path.write_text("latents")
+
+    monkeypatch.setattr(digits_cells.latents, "build", build)
+    return paths
+
+
+def test_each_digits_run_is_one_that_the_product_takes(tmp_path: Path, encoded: list[Path]) -> None:
     found = {}
-    for run in digits_cells.runs(tmp_path / "latents.safetensors"):
-        flags = digits_run.flags(2, tmp_path / "run", False, run.options)
-        algorithm = parse([*flags, *run.options]).config.algorithm
+    for run in digits_cells.runs():
+        own = run.flags(tmp_path)
+        flags = digits_run.flags(2, tmp_path / "run", False, own)
+        algorithm = parse([*flags, *own]).config.algorithm
         assert algorithm.dmd2_critic_conditioning == "stop_step"
         found[run.name] = (algorithm.dmd2_student_input, algorithm.dmd2_student_sample_type, run.hops)
+        assert algorithm.dmd2_latents == (tmp_path / "latents.safetensors" if run.name == "forward_noise" else None)
+        assert len(encoded) == (run.name == "forward_noise")  # not before a run needs them
     assert found == {
         "simulation_ode": ("backward_simulation", "ode", ("ode",)),
         "simulation_sde": ("backward_simulation", "sde", ("sde",)),
@@ -201,47 +280,155 @@ def test_each_digits_run_is_one_that_the_product_takes(tmp_path: Path) -> None:
     }
 
 
+def test_latents_are_there_when_they_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def died(path: Path) -> None:
+        path.write_text("half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(digits_cells.latents, "build", died)
+    with pytest.raises(KeyboardInterrupt):
+        digits_cells.real_latents(tmp_path / "runs")
+    assert list((tmp_path / "runs").iterdir()) == []
+    monkeypatch.setattr(digits_cells.latents, "build", lambda path: path.write_text("whole"))
+    path = digits_cells.real_latents(tmp_path / "runs")
+    assert path.read_text() == "whole"
+    monkeypatch.setattr(digits_cells.latents, "build", died)
+    assert digits_cells.real_latents(tmp_path / "runs") == path  # and are not encoded again
+    assert [found.name for found in path.parent.iterdir()] == ["latents.safetensors"]
+
+
+def test_a_run_is_found_again_by_all_that_it_is_made_with() -> None:
+    run = digits_cells.runs()[1]
+    name = digits_cells.run_name(run, 2, 300, 0)
+    assert digits_cells.run_name(replace(run, hops=()), 2, 300, 0) == name
+    others = [
+        digits_cells.run_name(replace(run, options=(*run.options, "--lr-decay-style", "cosine")), 2, 300, 0),
+        digits_cells.run_name(run, 4, 300, 0),
+        digits_cells.run_name(run, 2, 301, 0),
+        digits_cells.run_name(run, 2, 300, 1),
+    ]
+    assert len({name, *others}) == 5
+
+
+def test_a_file_of_runs_with_other_options_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    CellFile(tmp_path / "digits.jsonl", digits_cells.settings(2, 300)).append("a", {})
+    changed = [replace(run, options=(*run.options, "--seed", "1")) for run in digits_cells.runs()]
+    monkeypatch.setattr(digits_cells, "runs", lambda: changed)
+    with pytest.raises(ConfigError, match="options"):
+        CellFile(tmp_path / "digits.jsonl", digits_cells.settings(2, 300))
+
+
 def columns_of(fd: float) -> dict[str, dict[str, float]]:
     figures = {"fd": fd, "fd_deviation": 0.1, "fd_to_data": 9.0, "accuracy": 0.9}
-    return dict.fromkeys(("student_start", "student_raw", "student_ema"), figures)
+    teachers = {"teacher_50": {**figures, "fd": 0.5, "accuracy": 0.96}, "teacher": {**figures, "fd": 30.0}}
+    return {**teachers, **dict.fromkeys(("student_start", "student_raw", "student_ema"), figures)}
 
 
-def test_a_digits_run_is_trained_once_and_measured_with_each_hop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trained: list[Path] = []
+@dataclass
+class Trainings:
+    """Stands in for trainings: a finished run directory each; `measured` are the hops beside a student's own."""
 
-    def train(run_dir: Path, steps: int, kind: str, seed: int, rollouts: int, more: object) -> None:
-        trained.append(run_dir)
+    trained: list[Path]
+    measured: list[str]
+    interrupted: bool = False
+
+    def train(self, run_dir: Path, steps: int, kind: str, seed: int, rollouts: int, more: object) -> None:
+        self.trained.append(run_dir)
         (run_dir / "student_raw").mkdir(parents=True)
-        (run_dir / "student_raw" / "student.json").write_text(json.dumps({"sample_type": "sde"}))
+        own = "ode" if run_dir.name.startswith("simulation_ode") else "sde"
+        (run_dir / "student_raw" / "student.json").write_text(json.dumps({"sample_type": own}))
         summary = {
             "columns": columns_of(1.0),
-            "floor": {"fd": 0.1, "fd_deviation": 0.0},
+            "floor": {"fd": 0.25, "fd_deviation": 0.03},
             "forwards_per_update": {"counted": {"engine": 320.0}},
             "train_seconds": 7.0,
             "seconds_per_phase": {},
         }
         (run_dir / "summary.json").write_text(json.dumps(summary))
 
-    def measured(run_dir: Path, sampling: dict[str, Any], hop: str) -> dict[str, dict[str, float]]:
+    def measure(self, run_dir: Path, sampling: dict[str, Any], hop: str) -> dict[str, dict[str, float]]:
         assert (hop, sampling) == ("ode", {"sample_type": "sde"})
+        self.measured.append(hop)
+        if self.interrupted:
+            raise KeyboardInterrupt
         return columns_of(2.0)
 
-    monkeypatch.setattr(digits_cells.table, "train", train)
-    monkeypatch.setattr(digits_cells, "measured", measured)
-    monkeypatch.setattr(digits_cells, "real_latents", lambda directory: directory / "latents.safetensors")
+
+@pytest.fixture
+def trainings(monkeypatch: pytest.MonkeyPatch, encoded: list[Path]) -> Trainings:
+    found = Trainings([], [])
+    monkeypatch.setattr(digits_cells.table, "train", found.train)
+    monkeypatch.setattr(digits_cells, "measured", found.measure)
+    return found
+
+
+def test_a_digits_run_is_trained_once_and_measured_with_each_hop(tmp_path: Path, trainings: Trainings) -> None:
     out = tmp_path / "digits.jsonl"
     command = ["digits", "--seeds", "0", "--out", str(out), "--runs", str(tmp_path / "runs")]
     assert ablation.main([*command]) == 0
     rows = {row["key"]: row for row in read_rows(out)}
-    assert len(trained) == 3
+    assert len(trainings.trained) == 3
     assert len(rows) == 4
     distances = [rows[f"forward_noise/{hop}/seed 0"]["columns"]["student_ema"]["fd"] for hop in ("sde", "ode")]
     assert distances == [1.0, 2.0]
     assert ablation.main([*command]) == 0
-    assert len(trained) == 3
-    assert "| forward_noise | ode | 0 | 2.00 |" in ablation_report.digits_tables(out)
+    assert len(trainings.trained) == 3
     other = ["--rollouts", "7", "--out", str(tmp_path / "other.jsonl")]  # the later flag wins
     assert ablation.main([*command, *other]) == 0
-    assert len(set(trained)) == 6
+    assert len(set(trainings.trained)) == 6
+
+
+def test_the_digits_table_has_what_to_compare_with_and_a_line_for_each_cell(
+    tmp_path: Path, trainings: Trainings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "digits.jsonl"
+    assert ablation.main(["digits", "--seeds", "0", "--out", str(out), "--runs", str(tmp_path / "runs")]) == 0
+    capsys.readouterr()
+    assert ablation.main(["report", str(out)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2:6] == [
+        "| teacher, 50 steps | 0.50 ± 0.10 | 96.0% |",
+        "| teacher, the student's steps, ode | 30.00 ± 0.10 | 90.0% |",
+        "| floor: data against data | 0.25 ± 0.03 | |",
+        "",
+    ]
+    assert [line.split(" | 0 | ")[0] for line in lines[8:]] == [
+        "| simulation_ode | ode",
+        "| simulation_sde | sde",
+        "| forward_noise | sde",
+        "| forward_noise | ode",
+    ]
+    assert "| forward_noise | ode | 0 | 2.00 | 2.00 | 90.0% | 2.00 | 320 | 7 |" in lines
+
+
+def test_an_interrupted_measurement_leaves_no_cell_twice(
+    tmp_path: Path, trainings: Trainings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Between the two cells of one run: the next start makes the second alone."""
+    out = tmp_path / "digits.jsonl"
+    command = ["digits", "--seeds", "0", "--out", str(out), "--runs", str(tmp_path / "runs")]
+    trainings.interrupted = True
+    assert ablation.main(command) == 130
+    assert "the same command goes on" in capsys.readouterr().err
+    made = [row["key"] for row in read_rows(out)]
+    assert made == ["simulation_ode/ode/seed 0", "simulation_sde/sde/seed 0", "forward_noise/sde/seed 0"]
+    trainings.interrupted = False
+    assert ablation.main(command) == 0
+    assert [row["key"] for row in read_rows(out)] == [*made, "forward_noise/ode/seed 0"]
+    # With only the first cell gone, only that is made: the other hop is not measured again.
+    lines = out.read_bytes().splitlines(keepends=True)
+    out.write_bytes(b"".join([*lines[:2], lines[3]]))
+    assert ablation.main(command) == 0
+    assert [row["key"] for row in read_rows(out)] == [*made[:2], "forward_noise/ode/seed 0", made[2]]
+    assert (len(trainings.trained), len(trainings.measured)) == (3, 2)
+
+
+def test_a_failed_training_is_one_line_and_exit_code_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.py").write_text("raise SystemExit(2)")
+    monkeypatch.setattr(digits_cells.table, "HERE", tmp_path)
+    runs = tmp_path / "runs"
+    assert ablation.main(["digits", "--seeds", "0", "--out", str(tmp_path / "o"), "--runs", str(runs)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(rf"error: .*{runs}/simulation_ode-2-\S* ended with exit code 2; .*", line)

@@ -169,6 +169,12 @@ def test_evals_that_only_one_of_the_two_has_are_told(
     assert line.endswith("--allow-config-change eval-prompt-data eval-metrics-path\n")
 
 
+def header(tensors: object) -> bytes:
+    """A safetensors file without tensors."""
+    text = json.dumps(tensors).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
 @pytest.mark.parametrize("where", ["weights' first value", "and last", "config", "tokenizer", "another file"])
 def test_digest_of_a_pipeline(where: str, files: Path) -> None:
     pipeline = files / "pipeline"
@@ -176,6 +182,9 @@ def test_digest_of_a_pipeline(where: str, files: Path) -> None:
     (pipeline / "README.md").write_text("of no part")
     (pipeline / ".cache").mkdir()
     (pipeline / ".cache" / "download.json").write_text("{}")
+    (pipeline / "of_no_part").mkdir()
+    (pipeline / "of_no_part" / "unfetched.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
+    (pipeline / "vae" / "weights.bin").write_text("never loaded")
     assert pipeline_digest(pipeline) == before
     if where in ("weights' first value", "and last"):
         edit_weights(pipeline, 0 if "first" in where else -1)
@@ -185,6 +194,24 @@ def test_digest_of_a_pipeline(where: str, files: Path) -> None:
         file = pipeline / ("vae/config.json" if where == "config" else "tokenizer/tokenizer_config.json")
         file.write_text(json.dumps({**json.loads(file.read_text()), "x": 1}))
     assert pipeline_digest(pipeline) != before
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"", "no readable safetensors header"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "no readable safetensors header"),
+        (header({"a": {"dtype": "F32", "shape": [1]}}), "describes a tensor in a malformed way"),
+        (
+            header({"a": {"dtype": "F32", "shape": [1], "data_offsets": [8, 4]}}),
+            "describes a tensor in a malformed way",
+        ),
+    ],
+)
+def test_a_file_of_no_weights_is_told_by_its_name(content: bytes, told: str, files: Path) -> None:
+    (files / "pipeline" / "vae" / "more.safetensors").write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"^--hf-checkpoint: .*more\.safetensors (has )?{told}"):
+        pipeline_digest(files / "pipeline")
 
 
 def test_prompts_are_known_by_what_they_are(files: Path) -> None:

@@ -25,7 +25,7 @@ class Actor:
         def remote(*_: object, **__: object) -> Any:
             self.asked.append(name)
             answer = self.answers.get(name, [])
-            return [1, "part"] if name == "generate" else answer
+            return [answer or 1, "part"] if name == "generate" else answer
 
         return SimpleNamespace(remote=remote, options=lambda **_: SimpleNamespace(remote=remote))
 
@@ -91,6 +91,19 @@ def test_before_a_checkpoint_all_files_so_far_are_there_or_known_not_to_be(waits
     actor.answers["settled_media"] = ["raw 5: full", "raw 10: full"]  # it was only late
     engines.settle()
     assert engines.media_failures[2:] == ["raw 10: full"]
+
+
+def test_files_of_a_busy_engine_are_not_waited_for_as_long_as_a_phase(waits: list[tuple[str, float]]) -> None:
+    """A request to stop leaves an engine in the middle of a rollout, and a checkpoint is to be written."""
+    engines, actor = group()
+    engines.evaluate([REQUEST], 5, "raw")
+    engines.settle()
+    assert waits[-1] == ("files of the evals", 1000.0)
+    actor.answers["generate"] = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        engines.generate([[REQUEST]])
+    engines.settle()
+    assert waits[-1] == ("files of the evals", 5.0)
 
 
 def test_a_run_without_evals_waits_for_nothing(waits: list[tuple[str, float]]) -> None:

@@ -87,16 +87,25 @@ def test_each_kind_of_failure_names_the_process() -> None:
     assert "ValueError: the cause" in text
 
 
-@pytest.mark.parametrize("lost", [True, False])
-def test_an_actor_out_of_reach_is_told_with_the_node_that_goes(lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two nodes, of which the second is called dead at the third look; or neither, and Ray's own words stay."""
-    (worker,) = start("critic_1")
+@pytest.mark.parametrize(
+    ("at", "others", "lost", "most"),
+    [
+        (2, "b", True, 2),  # Ray calls it dead before we look
+        (3, "b", True, 3),  # and while we do
+        (1000, "b", False, 8),  # neither is lost
+        (1000, "", False, 2),  # there is no other, and nothing to wait for
+    ],
+)
+def test_an_actor_out_of_reach_is_told_with_the_node_that_goes(
+    at: int, others: str, lost: bool, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nodes are looked at when the worker starts, and again when it fails; without a lost one Ray's own words stay."""
     looks = 0
 
     def nodes() -> list[dict[str, object]]:
         nonlocal looks
         looks += 1
-        names = {"a": True, "b": looks < 3 or not lost}
+        names = {"a": True, **dict.fromkeys(others, looks < at)}
         return [
             {"NodeID": name, "Alive": alive, "NodeManagerHostname": f"host-{name}", "NodeManagerAddress": "10.0.0.3"}
             for name, alive in names.items()
@@ -104,10 +113,13 @@ def test_an_actor_out_of_reach_is_told_with_the_node_that_goes(lost: bool, monke
 
     monkeypatch.setattr(ray, "nodes", nodes)
     monkeypatch.setattr(failures, "_NODE_SECONDS", 2.0)
+    monkeypatch.setattr(failures, "_nodes", {})
+    (worker,) = start("critic_1")
     error = ray.exceptions.ActorUnavailableError("connection reset", None)
     text = failures.told(worker.pid.remote(), error)
     where = "its node is lost: host-b (10.0.0.3)" if lost else str(error)
     assert text == f"critic_1 cannot be reached: {where}; its log: {LOGS}/critic_1.log"
+    assert looks <= most
 
 
 def test_a_constructor_that_fails_is_told_by_its_error() -> None:

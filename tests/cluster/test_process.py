@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from miles_dmd2.cluster.runtime import ray_session, sweep_sessions
-from miles_dmd2.private_directory import LOCK, private_directory
+from miles_dmd2.private_directory import private_directory
 
 ROOT = Path(__file__).parents[2]
 WATCH = (
@@ -68,15 +68,14 @@ def test_torch_takes_the_setting_of_pinned_memory_after_its_import(given: dict[s
 
 
 def test_a_session_whose_processes_live_on_is_found_again_by_a_later_sweep() -> None:
-    """Ray's daemons outlive a killed driver and make their directories anew, also without its lock."""
+    """Ray's daemons outlive a killed driver and make their directories anew."""
     session = Path(tempfile.mkdtemp(prefix="md2-run-1-", dir="/tmp"))
     (session / "r" / "session_1").mkdir(parents=True)
     daemon = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)", f"--dir={session}/r"])
     try:
         sweep_sessions()
-        assert [path.name for path in session.iterdir()] == [LOCK]
+        assert not list(session.iterdir())
         (session / "r").mkdir()
-        (session / LOCK).unlink()
     finally:
         daemon.kill()
         daemon.wait()
@@ -86,9 +85,8 @@ def test_a_session_whose_processes_live_on_is_found_again_by_a_later_sweep() -> 
 
 @pytest.mark.ray
 def test_sessions_of_dead_drivers_are_removed_and_those_of_living_ones_stay() -> None:
-    """What Ray leaves behind when its driver is killed: the lock is nobody's, or not there."""
+    """What Ray leaves behind when its driver is killed."""
     dead = [Path(tempfile.mkdtemp(prefix="md2-run-1-", dir="/tmp")) for _ in range(2)]
-    (dead[0] / LOCK).touch()
     with private_directory("md2-run-1-") as living:
         for session in (*dead, living):
             (session / "r" / "session_2026-01-01").mkdir(parents=True)

@@ -91,6 +91,19 @@ def test_an_adapter_is_each_trainers_own(write: Write) -> None:
     assert (critic.lora, actor.lora) == (Lora(2, 3), None)
 
 
+def test_an_adapter_s_base_is_a_directory_however_it_is_spelled(write: Write, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    (tmp_path / "round").symlink_to(tmp_path / "round")
+    base = ("--hf-checkpoint", str(tmp_path), "--lora-rank", "2")
+    for spelled in (".", "link", f"link/../{tmp_path.name}"):
+        critic, _ = with_file(write, pair(f"{{hf_checkpoint: {tmp_path}/{spelled}}}"), *base).trainers
+        assert critic.lora == Lora(2, 2)
+    for other in ("elsewhere", "round"):
+        file = write(pair(f"{{hf_checkpoint: {tmp_path}/{other}}}"), "trainers.yaml")
+        message = complaint(command("--trainer-config", str(file), *base))
+        assert message.startswith(f"trainer critic: hf-checkpoint {tmp_path}/{other}: with --lora-rank 2"), message
+
+
 def test_groups_may_differ_in_ranks(write: Write) -> None:
     critic, actor = with_file(write, pair(actor="{num-gpus: 1}"), "--actor-num-gpus-per-node", "2").trainers
     assert (critic.num_ranks, critic.samples_per_rank, actor.num_ranks, actor.samples_per_rank) == (2, 2, 1, 4)
@@ -140,6 +153,7 @@ REFUSED: list[tuple[str, tuple[str, ...]]] = [
     (pair(actor="{num_steps_per_rollout: 2}"), ("trainer 2 (actor)", "num_steps_per_rollout 2", "leave it out")),
     (pair("{lr: fast}"), ("trainer 1 (critic)", "lr fast", "a number > 0")),
     (pair("{lr: true}"), ("trainer 1 (critic)", "lr true", "a number > 0")),
+    (pair("{lora-target-modules: []}"), ("trainer 1 (critic)", "lora-target-modules []", "names no layer")),
     (pair("{lr: null}"), ("trainer 1 (critic)", "lr null", "a number > 0")),
     (pair("{hf-checkpoint: 3}"), ("trainer 1 (critic)", "hf-checkpoint 3", "a path")),
     (pair("{num-gpus: 0}"), ("trainer 1 (critic)", "num-gpus 0", "a whole number > 0")),

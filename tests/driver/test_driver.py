@@ -183,7 +183,7 @@ def test_engines_that_fail_cost_no_finished_rollout(at: str) -> None:
     with pytest.raises(RunError, match="all engines are dead"):
         run(log, rollouts=range(9), evaluation=evaluation)
     assert log.events[log.events.index(at) :] == [
-        at, "checkpoint(2)", "actor.dispose", "critic.dispose", "engines.dispose",
+        at, "engines.settle", "checkpoint(2)", "actor.dispose", "critic.dispose", "engines.dispose",
     ]  # fmt: skip
     assert log.awake == {"engines"}
 

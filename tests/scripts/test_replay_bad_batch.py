@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from miles_dmd2.algo import key_seed, normal
+from miles_dmd2.config.lora import Lora
 from miles_dmd2.models.qwen_image import QwenImageAdapter
 from miles_dmd2.training import CriticTrainer, OptimizerSettings, Ranks, TrainerSettings
 from miles_dmd2.types import RolloutSample, WeightVersion
@@ -38,21 +40,44 @@ def sample(adapter: QwenImageAdapter, i: int) -> RolloutSample:
     return RolloutSample(i, "one", i, 0, torch.tensor([1.0, 0.0]), x_k, x0, cond, WeightVersion(0))
 
 
-def test_it_prints_the_losses_again(
-    script: ModuleType, ranks: Ranks, tiny_qwen: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    adapter = QwenImageAdapter(tiny_qwen, SIZE, SIZE)
-    settings = TrainerSettings("critic", 0, OptimizerSettings(lr=1e-3), bad_batch_directory=tmp_path)
-    critic = CriticTrainer(settings, adapter, adapter.load_transformer(), adapter.load_transformer(), ranks)
+def meet_it(ranks: Ranks, checkpoint: Path, directory: Path, lora: Lora | None = None) -> dict[str, str]:
+    """A critic's step with an infinite sample, kept in `directory`; its losses, as the script prints them."""
+    adapter = QwenImageAdapter(checkpoint, SIZE, SIZE)
+    settings = TrainerSettings("critic", 0, OptimizerSettings(lr=1e-3), lora=lora, bad_batch_directory=directory)
+    teacher = adapter.load_transformer() if lora is None else None
+    critic = CriticTrainer(settings, adapter, adapter.load_transformer(), teacher, ranks)
     samples = [sample(adapter, i) for i in range(4)]
     samples[2] = replace(samples[2], x0=samples[2].x0 * torch.inf)
     critic.train(0, [range(4)], samples)
     met = critic.last_step
     assert met is not None
+    return {str(i): str(loss) for i, loss in met.losses.items()}
+
+
+def test_it_prints_the_losses_again(
+    script: ModuleType, ranks: Ranks, tiny_qwen: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    losses = meet_it(ranks, tiny_qwen, tmp_path)
     assert script.main([str(next(tmp_path.iterdir()))]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["not_finite"] == [2]
-    assert printed["losses"] == {str(i): str(loss) for i, loss in met.losses.items()}
+    assert printed["losses"] == losses
+
+
+def test_an_adapter_s_base_may_move_and_may_not_change(
+    script: ModuleType, ranks: Ranks, tiny_qwen: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    losses = meet_it(ranks, tiny_qwen, tmp_path / "kept", Lora(2, 2))
+    moved = Path(shutil.copytree(tiny_qwen, tmp_path / "moved"))
+    words = [str(next((tmp_path / "kept").iterdir())), "--hf-checkpoint", str(moved)]
+    assert script.main(words) == 0
+    assert json.loads(capsys.readouterr().out)["losses"] == losses
+    file = next((moved / "transformer").glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-1] + b"\x01")  # of the last value of the last tensor
+    assert script.main(words) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: --hf-checkpoint {moved}: another transformer")
+    assert err.count("\n") == 1
 
 
 def test_a_wrong_directory_is_one_line(script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

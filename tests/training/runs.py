@@ -83,6 +83,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "weight decay": {"optimizer": {"weight_decay": 0.5}},
     "clipping": {"clip": 0.05},  # below every norm, while the default is above them
     "two windows": {"windows": 2},
+    "adapter of the student": {"student_lora": Lora(2, 2)},
+    "adapter of the critic": {"critic_lora": Lora(2, 2)},
+    "another alpha": {"student_lora": Lora(2, 3)},
+    "named targets": {"student_lora": Lora(2, 2, ("inner",))},
 }
 UNCOND = {"label": torch.full((LABELS,), 0.25)}
 

@@ -135,3 +135,14 @@ def test_what_is_no_bad_batch_is_told(ranks: Ranks, tmp_path: Path, damage: str)
         (directory / "batch.json").write_text('{"format": "other"}')
     with pytest.raises(ValueError, match="is not a complete bad batch"):
         read_bad_batch(directory)
+
+
+def test_a_bad_batch_of_before_adapters_is_told_by_its_format(ranks: Ranks, tmp_path: Path) -> None:
+    meet_it(ranks, tmp_path / "x")
+    (directory,) = (tmp_path / "x").glob("critic*")
+    facts = json.loads((directory / "batch.json").read_text())
+    assert facts["base_sha256"] is None, "the state has all weights"
+    del facts["settings"]["lora"], facts["base_sha256"]
+    (directory / "batch.json").write_text(json.dumps({**facts, "format": "miles_dmd2 bad batch 1"}))
+    with pytest.raises(ValueError, match=r"is not a complete bad batch .*format 'miles_dmd2 bad batch 1'"):
+        replay(directory, ToyAdapter(), ranks)

@@ -27,11 +27,11 @@ def test_collectives(ranks: Ranks, two_ranks: RankPool) -> None:
     assert two_ranks.run(collectives) == [expected, expected]
 
 
-def test_gloo_is_always_there_and_nccl_where_torch_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gloo_is_always_there_and_nccl_on_gpus_alone(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where torch is a CUDA build, whose NCCL does not start on a host without a GPU."""
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    assert backend_string() == "cpu:gloo,cuda:nccl"
-    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
-    assert backend_string() == "gloo"
+    assert [backend_string(device) for device in ("cpu", "cuda")] == ["gloo", "cpu:gloo,cuda:nccl"]
+    assert dist.get_backend() == "gloo"  # of this process's group, whatever torch it has
 
 
 def test_joining_again_gives_the_same_group_and_another_rank_is_refused(ranks: Ranks) -> None:

@@ -71,6 +71,9 @@ RUNS_OF = {
     "weight_decay": ("weight decay",),
     "clip_grad": ("clipping",),
     "num_steps_per_rollout": ("two windows",),
+    "lora_rank": ("adapter of the student", "adapter of the critic"),
+    "lora_alpha": ("another alpha",),
+    "lora_target_modules": ("named targets",),
 }
 # Decided before a trainer sees a sample: by keys (below, tests/data) and by engines (tests/engines/test_local.py).
 OF_SAMPLES = {"dmd2_student_input", "dmd2_latents", "dmd2_student_sample_type", "dmd2_stop_step"}
@@ -83,20 +86,29 @@ def test_the_runs_cover_every_option() -> None:
     assert {name for names in RUNS_OF.values() for name in names} == OPTIONS.keys()
 
 
+def changes(run: Run, other: Run) -> float:
+    """Of the student or its average, as they are exported: an adapter is merged there."""
+    return max(distance(run.exported[kind], other.exported[kind]) for kind in ("raw", "ema"))
+
+
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_is_blind_to_the_cut(ranks: Ranks, two_ranks: RankPool, reference: Run, option: str) -> None:
     """Micro-batches and ranks change nothing, the option does change the student or its average."""
     setup = Setup(**OPTIONS[option])
     alone = train(ranks, setup)
-    changed = max(
-        distance(alone.student, reference.student), distance(alone.exported["ema"], reference.exported["ema"])
-    )
-    assert changed > 1e-6
+    assert changes(alone, reference) > 1e-6
     first, second = two_ranks.run(train, replace(setup, micro=3))
     for run in (train(ranks, replace(setup, micro=3)), first, second):
         assert distance(run.critic, alone.critic) < 1e-12
         assert distance(run.student, alone.student) < 1e-12
     assert distance(first.exported["ema"], alone.exported["ema"]) < 1e-7  # exported in fp32
+
+
+@pytest.mark.parametrize("option", ["another alpha", "named targets"])
+def test_an_adapter_s_options_change_it(ranks: Ranks, option: str) -> None:
+    """Against an adapter, not against all parameters as above."""
+    run, other = (train(ranks, Setup(**OPTIONS[name])) for name in (option, "adapter of the student"))
+    assert changes(run, other) > 1e-6
 
 
 def draws(_: Ranks, law: str) -> list[tuple[int, int, int | None]]:

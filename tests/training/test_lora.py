@@ -9,25 +9,31 @@ import pytest
 import torch
 from torch import Tensor
 
-from miles_dmd2.config.lora import Lora
+from miles_dmd2.config.lora import Lora, lora_layers
 from miles_dmd2.models.weights import checksum
-from miles_dmd2.training import ActorTrainer, CriticTrainer, Ranks
+from miles_dmd2.training import ActorTrainer, CriticTrainer, Ranks, wanted_ids
+from miles_dmd2.training.batching import collate
 from miles_dmd2.training.lora import add_lora, as_diffusers, merged, model_name
 from miles_dmd2.training.network import Network
 from miles_dmd2.training.replay import replay
+from miles_dmd2.training.scoring import CRITIC_STEP, Noised, noised
 from miles_dmd2.training.sharding import full, load_full
+from miles_dmd2.types import ScoreRow
 from tests.training.fake_device import FakeDevice
 from tests.training.pool import RankPool
 from tests.training.runs import (
+    UNCOND,
     Setup,
     distance,
     make_actor,
     make_critic,
     one_rollout,
     same_bits,
+    samples_of,
     settings,
     train,
     weights,
+    windows_of,
 )
 from tests.training.test_bad_batch import meet_it, same
 from tests.training.test_export import answer
@@ -119,6 +125,26 @@ def test_a_layer_without_a_gradient_gets_no_adapter(ranks: Ranks, monkeypatch: p
     monkeypatch.setattr(ToyAdapter, "idle_parameters", lambda *_: idle)
     layers = {name.partition(".lora_")[0] for name in make_actor(ranks, BOTH).network.trained}
     assert layers == {"blocks.0.inner", "blocks.0.outer", "blocks.1.inner"}
+
+
+def test_a_target_without_any_gradient_is_refused(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also beside one that trains; of a target with both kinds of layers the idle ones are left out."""
+    monkeypatch.setattr(ToyAdapter, "idle_parameters", lambda *_: {"blocks.1.outer.weight": "zero"})
+    for targets in (("blocks.1.outer",), ("inner", "blocks.1.outer")):
+        with pytest.raises(
+            ValueError, match=r"--lora-target-modules blocks\.1\.outer: no gradient .* name other layers"
+        ):
+            make_actor(ranks, replace(BOTH, student_lora=Lora(2, 2, targets)))
+    actor = make_actor(ranks, replace(BOTH, student_lora=Lora(2, 2, ("outer",))))
+    assert {name.partition(".lora_")[0] for name in actor.network.trained} == {"blocks.0.outer"}
+
+
+def test_a_network_without_a_layer_to_train_is_refused() -> None:
+    for shapes, untrained in (({"entry.weight": (2, 2)}, ()), ({"blocks.0.a.weight": (2, 2)}, ("blocks.0.a.weight",))):
+        with pytest.raises(
+            ValueError, match="--lora-rank 1: no linear layer of the network's blocks is trained; use 0"
+        ):
+            lora_layers(shapes, Lora(1, 1), untrained)
 
 
 # -- what is trained ---------------------------------------------------------------------------------------------
@@ -219,20 +245,46 @@ def test_the_teacher_is_the_plain_teacher_bit_for_bit(ranks: Ranks, two_ranks: R
         assert (of_critic - of_base).abs().max() > 1e-2
 
 
-def test_scores_of_a_shared_teacher_are_those_of_one_of_its_own(ranks: Ranks) -> None:
-    """The same run with the critic's learning rate at nearly 0: x0_real cannot tell the two apart, guided or not."""
-    for guidance in (1.0, 3.0):
-        setup = replace(FP32, guidance=guidance, windows=1)
-        scores = []
-        for one in (setup, replace(setup, critic_lora=None)):
-            critic, actor = make_critic(ranks, one), make_actor(ranks, one)
-            metrics, _ = one_rollout(critic, actor, one, 0)
-            scores.append(metrics["teacher_forwards"])
-            critic.wake()
-            with torch.no_grad():
-                scores.append(critic.teacher.velocity(*inputs(torch.float32)))
-        assert scores[0] == scores[2] == 8 * (1 if guidance == 1 else 2)
-        assert torch.equal(scores[1], scores[3])
+def scores_after(ranks: Ranks, setup: Setup, rollouts: int) -> tuple[CriticTrainer, dict[int, ScoreRow]]:
+    """Of the rollout after so many, by a critic that has moved in them."""
+    critic = make_critic(ranks, setup)
+    for rollout_id in range(rollouts + 1):
+        windows = windows_of(setup, rollout_id)
+        ids = wanted_ids(windows, ranks.rank, ranks.world_size)
+        metrics, scores = critic.train(rollout_id, windows, samples_of(setup, rollout_id, ids))
+    assert metrics["teacher_forwards"] == 8 * (1 if setup.guidance == 1 else 2)
+    return critic, scores
+
+
+def x0_by_hand(at: Noised, label: Tensor, guidance: float) -> Tensor:
+    """x - sigma v of a plain module that no trainer has seen, in float64; guided by the textbook's formula."""
+    module = ToyAdapter().load_transformer().double()
+    x, sigma = at.x.double(), at.level.double()
+    with torch.no_grad():
+        cond, uncond = (
+            x - sigma.view(-1, 1, 1) * module(x, sigma, of.double()) for of in (label, UNCOND["label"].expand_as(label))
+        )
+    return cond if guidance == 1 else (1 - guidance) * uncond + guidance * cond
+
+
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+@pytest.mark.parametrize("lr", [1e-12, 3e-2])
+def test_scores_of_a_shared_teacher_are_those_of_one_of_its_own(ranks: Ranks, guidance: float, lr: float) -> None:
+    """x0_real cannot tell the two apart bit for bit, with critics that are where they began, and that are far away."""
+    setup = replace(FP32, guidance=guidance, windows=1, lr=lr)
+    critic, shared = scores_after(ranks, setup, 2)
+    _, own = scores_after(ranks, replace(setup, critic_lora=None), 2)
+    assert shared.keys() == own.keys() == set(windows_of(setup, 2)[-1])
+    batch = collate(ToyAdapter(), samples_of(setup, 2, sorted(shared)), torch.device("cpu"), torch.float32)
+    at = noised(batch, ToyAdapter(), critic.score_sigma, setup.seed, CRITIC_STEP, 2)
+    for row, x0 in zip((shared[i] for i in batch.ids), x0_by_hand(at, batch.cond["label"], guidance), strict=True):
+        torch.testing.assert_close(row.x0_real.double(), x0, rtol=1e-5, atol=1e-5)
+    for i, row in shared.items():
+        assert row.score_sigma == own[i].score_sigma
+        assert torch.equal(row.x0_real, own[i].x0_real)
+    if guidance == 1:
+        moved = max((row.x0_fake - row.x0_real).abs().max().item() for row in shared.values())
+        assert moved > 1e-2 if lr > 1e-3 else moved < 1e-6
 
 
 def test_a_teacher_too_many_or_too_few_is_refused(ranks: Ranks) -> None:
@@ -247,8 +299,8 @@ def test_a_teacher_too_many_or_too_few_is_refused(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize(
     "setup",
-    [BOTH, Setup(student_lora=Lora(1, 2)), Setup(critic_lora=LORA)],
-    ids=["both", "student of rank 1", "critic"],
+    [BOTH, Setup(student_lora=Lora(1, 2))],
+    ids=["both", "student of rank 1"],
 )
 def test_two_ranks_are_one_rank(ranks: Ranks, two_ranks: RankPool, setup: Setup) -> None:
     """In fp64, also cut in micro-batches; of rank 1 the second rank has no row of A."""
@@ -328,12 +380,22 @@ def test_another_number_of_ranks_goes_on(ranks: Ranks, two_ranks: RankPool, tmp_
         assert distance(weights(fresh), start) > 1e-3
 
 
-def test_a_kept_step_replays_with_its_numbers(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_kept_step_replays_with_its_numbers(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the base that it had: another is refused, as the kept state has none."""
+    monkeypatch.chdir(tmp_path)
+    base = tmp_path / ToyAdapter().checkpoint / "transformer"
+    base.mkdir(parents=True)
+    (base / "config.json").write_text("{}")
+    (base / "a.safetensors").write_bytes(b"weights")
     setup = replace(BOTH, windows=2, micro=2, max_skipped=100)
     critic, actor = meet_it(ranks, tmp_path / "x", setup)
     for kept, report in zip(sorted((tmp_path / "x").iterdir()), (actor, critic), strict=True):
         assert report is not None
         assert same(dict(replay(kept, ToyAdapter(), ranks).losses), dict(report.losses))
+        (base / "a.safetensors").write_bytes(b"weightz")
+        with pytest.raises(ValueError, match=r"--hf-checkpoint toy: another transformer .* than the base of this step"):
+            replay(kept, ToyAdapter(), ranks)
+        (base / "a.safetensors").write_bytes(b"weights")
 
 
 # -- on its way out ----------------------------------------------------------------------------------------------

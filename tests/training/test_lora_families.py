@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from miles_dmd2.cli.checks import outline
 from miles_dmd2.config.lora import Lora, lora_layers
 from miles_dmd2.engines.local import LocalEngine
 from miles_dmd2.models.base import ModelAdapter
@@ -45,6 +46,15 @@ def test_all_linear_is_each_linear_layer_of_the_blocks(adapter: ModelAdapter) ->
     found = lora_layers(adapter.weight_shapes(), LORA)
     assert found == {names[id(part)]: (part.out_features, part.in_features) for part in parts}
     assert len(found) > 3
+
+
+def test_idle_layers_are_known_by_the_names_alone(adapter: ModelAdapter) -> None:
+    """An adapter over them is refused before a weight is read."""
+    shapes, module = adapter.weight_shapes(), adapter.load_transformer()
+    found = outline(shapes)
+    assert {name: tuple(p.shape) for name, p in found.named_parameters()} == shapes
+    assert all(p.is_meta for p in found.parameters())
+    assert adapter.idle_parameters(found) == adapter.idle_parameters(module)
 
 
 def two_rollouts(

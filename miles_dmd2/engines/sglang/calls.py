@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from miles_dmd2.engines.base import EngineError, check_probe
-from miles_dmd2.engines.sglang.handshake import Capabilities, check_version, read_capabilities
+from miles_dmd2.engines.sglang.handshake import Capabilities, check_reported_version, read_capabilities
 from miles_dmd2.engines.sglang.http import FailedError, RefusedError, ServerError, Transport
 from miles_dmd2.engines.sglang.pool import PROBE_TOLERANCE, Link, SGLangSettings
 from miles_dmd2.engines.sglang.weights import MODULE, Push, bodies, check_checksum, check_parameters, check_report
@@ -71,7 +71,7 @@ class Calls:
                 "without it; see docs/sglang.md"
             )
         version = (await self._json(link, "GET", "/server_info")).get("version")
-        check_version(version, self._settings.allow_untested_version)
+        check_reported_version(version, self._settings.allow_untested_version)
 
     async def sleep(self, link: Link) -> None:
         await self._switch(link, "/release_memory_occupation", sleeping=True)

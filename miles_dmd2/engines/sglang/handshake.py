@@ -50,7 +50,7 @@ def read_capabilities(
         raise EngineError(f"its plugin speaks protocol {answer['protocol']!r}, this trainer {PROTOCOL}: same version?")
     if launch_id is not None and answer["launch_id"] != launch_id:
         raise EngineError(f"another server answers: launch {answer['launch_id']!r}, started was {launch_id!r}")
-    check_version(answer["sglang"], allow_untested)
+    check_reported_version(answer["sglang"], allow_untested)
     failed = [f"{name} ({where})" for where, found in hooks.items() for name, on in found.items() if on is not True]
     failed += [f"all ({where})" for where, found in hooks.items() if not found]
     if failed:
@@ -71,7 +71,7 @@ def read_capabilities(
     return Capabilities(True, all_bf16, sleeping, parameters if type(parameters) is int else None)
 
 
-def check_version(version: object, allow_untested: bool) -> None:
+def check_reported_version(version: object, allow_untested: bool) -> None:
     """EngineError: a version of SGLang outside the tested range, which was not allowed."""
     if not allow_untested and not (isinstance(version, str) and is_tested(version)):
         raise EngineError(
