@@ -136,7 +136,7 @@ def run_facts(config: Config, trainers: Sequence[TrainerSpec]) -> RunFacts:
     adapters = {spec.name: spec.lora for spec in trainers if spec.lora is not None}
     base = (
         component_digest(config.model.hf_checkpoint, TRAINED) if adapters else ""
-    )  # for all of them: it is read to the end
+    )
     return RunFacts(
         seed=config.run.seed,
         rollout_seed=config.rollout_seed,
