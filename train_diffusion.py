@@ -134,9 +134,7 @@ def check(config: Config, trainers: Sequence[TrainerSpec]) -> tuple[Continued | 
 def run_facts(config: Config, trainers: Sequence[TrainerSpec]) -> RunFacts:
     """What a checkpoint says of this run beside its options."""
     adapters = {spec.name: spec.lora for spec in trainers if spec.lora is not None}
-    base = (
-        component_digest(config.model.hf_checkpoint, TRAINED) if adapters else ""
-    )
+    base = component_digest(config.model.hf_checkpoint, TRAINED) if adapters else ""
     return RunFacts(
         seed=config.run.seed,
         rollout_seed=config.rollout_seed,
