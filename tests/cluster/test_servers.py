@@ -125,10 +125,13 @@ def test_one_that_cannot_start_ends_the_start_of_all_with_its_reason(
 ) -> None:
     """The other one would take a minute."""
     assert settings.servers is not None
-    slow, both = (
-        ServerGroup.start(1, replace(settings, servers=replace(settings.servers, python=engine_python(how))), placement)
-        for how in ("slow", "crash")
-    )
+    logs = replace(
+        settings.worker, log_directory=settings.worker.log_directory / "slow"
+    )  # each is the first of a group
+    others = replace(settings, servers=replace(settings.servers, python=engine_python("slow")), worker=logs)
+    slow = ServerGroup.start(1, others, placement)
+    crash = replace(settings, servers=replace(settings.servers, python=engine_python("crash")))
+    both = ServerGroup.start(1, crash, placement)
     both.workers += slow.workers
     assert ray.get([worker.alive.remote() for worker in both.workers], timeout=120) == [False, False]
     began = time.monotonic()

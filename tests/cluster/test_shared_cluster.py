@@ -67,17 +67,17 @@ def test_runs_that_share_a_cluster(base: Finished, workspace: Path, cluster: Clu
 
     ray.init(address=cluster.address)
     try:
-        start("killed", num_rollout=1000, save_interval=1)
-        checkpoint = workspace / "killed" / "checkpoints" / "step_000001"
+        start("shared, killed", num_rollout=1000, save_interval=1)
+        checkpoint = workspace / "shared, killed" / "checkpoints" / "step_000001"
         wait_for(checkpoint.exists, 240)
         ((lost, state),) = placements().items()
         assert state == "CREATED"
-        for name in ("one", "two"):
+        for name in ("shared, one", "shared, two"):
             start(name, save_interval=2)
         wait_for(lambda: list(placements().values()).count("CREATED") == DEVICES, 240)
 
-        start("refused", start_timeout=3)
-        code, err = end("refused")
+        start("shared, refused", start_timeout=3)
+        code, err = end("shared, refused")
         assert code == 1
         assert err.splitlines()[1].startswith(
             "error: of the cluster's 3 devices (CPU) 1 were not free within 3 s (--start-timeout), 0 are; others hold"
@@ -85,27 +85,27 @@ def test_runs_that_share_a_cluster(base: Finished, workspace: Path, cluster: Clu
         assert sum(line.startswith("error: ") for line in err.splitlines()) == 1
         assert "Traceback" not in err
 
-        workers = [pid for log in pids(workspace / "killed") for pid in log]
-        started["killed"].kill()
+        workers = [pid for log in pids(workspace / "shared, killed") for pid in log]
+        started["shared, killed"].kill()
         killed = time.monotonic()
         wait_for(lambda: placements()[lost] == "REMOVED" and not alive(workers), 60)
         print(f"devices and processes of the killed run were back after {time.monotonic() - killed:.1f} s")
-        start("goes on", load=checkpoint, save_interval=2)
-        for name in ("one", "two", "goes on"):
+        start("shared, goes on", load=checkpoint, save_interval=2)
+        for name in ("shared, one", "shared, two", "shared, goes on"):
             code, err = end(name)
             assert code == 0, err
     finally:
         for process in started.values():
             process.kill()
         ray.shutdown()
-    for name in ("one", "two", "goes on"):
+    for name in ("shared, one", "shared, two", "shared, goes on"):
         done = Finished(0, "", "", workspace / name)
         for kind in ("raw", "ema"):
             ours, alone = done.student(kind), base.student(kind)
             assert all(torch.equal(ours[key], alone[key]) for key in ours.keys() | alone.keys())
-        rows = [without_machine(row) for row in base.rows()[1 if name == "goes on" else 0 :]]
+        rows = [without_machine(row) for row in base.rows()[1 if name == "shared, goes on" else 0 :]]
         assert [without_machine(row) for row in done.rows()] == rows
-    every = [log for name in ("killed", "one", "two", "goes on") for log in pids(workspace / name)]
+    every = [log for name in ("shared, killed", "one", "two", "shared, goes on") for log in pids(workspace / name)]
     assert len(every) == 4 * 3
     assert all(len(log) == 1 for log in every), "a log has lines of another run's processes"
     assert len({pid for (pid,) in every}) == len(every)
