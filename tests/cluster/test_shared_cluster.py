@@ -105,7 +105,11 @@ def test_runs_that_share_a_cluster(base: Finished, workspace: Path, cluster: Clu
             assert all(torch.equal(ours[key], alone[key]) for key in ours.keys() | alone.keys())
         rows = [without_machine(row) for row in base.rows()[1 if name == "shared, goes on" else 0 :]]
         assert [without_machine(row) for row in done.rows()] == rows
-    every = [log for name in ("shared, killed", "one", "two", "shared, goes on") for log in pids(workspace / name)]
+    every = [
+        log
+        for name in ("shared, killed", "shared, one", "shared, two", "shared, goes on")
+        for log in pids(workspace / name)
+    ]
     assert len(every) == 4 * 3
     assert all(len(log) == 1 for log in every), "a log has lines of another run's processes"
     assert len({pid for (pid,) in every}) == len(every)
