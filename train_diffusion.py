@@ -19,7 +19,6 @@ from miles_dmd2.checkpointing import (
     CheckpointError,
     Continued,
     IntervalCheckpoints,
-    Manifest,
     Retention,
     RunFacts,
     continue_from,
@@ -95,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             print("\nstopped before anything was started", file=sys.stderr)
             return INTERRUPTED
-        return run(config, trainers, plan, continued.manifest if continued else None, arguments, stop)
+        return run(config, trainers, plan, continued, arguments, stop)
 
 
 def check(config: Config, trainers: Sequence[TrainerSpec]) -> tuple[Continued | None, ModelAdapter]:
@@ -170,7 +169,7 @@ def run(
     config: Config,
     trainers: Sequence[TrainerSpec],
     plan: Plan,
-    manifest: Manifest | None,
+    continued: Continued | None,
     arguments: Sequence[str],
     stop: StopRequest,
 ) -> int:
@@ -183,7 +182,7 @@ def run(
                 source, eval_set = training_requests(config, trainers, plan), evaluation(config, None)
                 missing = rollout_only(config, source, eval_set, lambda: started(config, arguments, 0))
             else:
-                missing = train_and_export(config, trainers, plan, manifest, arguments, stop)
+                missing = train_and_export(config, trainers, plan, continued, arguments, stop)
     except KeyboardInterrupt:
         print(f"\nstopped. {how_to_go_on(config, arguments)}", file=sys.stderr)
         return INTERRUPTED
@@ -207,7 +206,7 @@ def train_and_export(
     config: Config,
     trainers: Sequence[TrainerSpec],
     plan: Plan,
-    manifest: Manifest | None,
+    continued: Continued | None,
     arguments: Sequence[str],
     stop: StopRequest,
 ) -> list[str]:
@@ -218,6 +217,7 @@ def train_and_export(
     from miles_dmd2.models.registry import build_adapter
 
     run_dir, rollouts = config.run.run_dir, config.rollout.num_rollout
+    manifest = continued.manifest if continued else None
     start = manifest.rollout if manifest else 0
     sweep(config.save_dir)
     retention = Retention(config.save_dir, config.run.keep_last, config.run.keep_best, config.run.keep_best_mode)
@@ -226,7 +226,7 @@ def train_and_export(
         config.run.save_interval,
         rollouts,
         options(config),
-        run_facts(config, trainers),
+        continued.facts if continued else run_facts(config, trainers),
         start=start,
         retention=retention,
     )

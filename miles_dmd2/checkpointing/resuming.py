@@ -18,9 +18,13 @@ from miles_dmd2.types import Role
 
 @dataclass(frozen=True, slots=True)
 class Continued:
-    """A checkpoint to go on from, and what makes the bits differ from those of an uninterrupted run."""
+    """A checkpoint to go on from, and what makes the bits differ from those of an uninterrupted run.
+
+    `facts`: of the run that goes on, as they were compared; large files are read for them.
+    """
 
     manifest: Manifest
+    facts: RunFacts
     notes: tuple[str, ...]
 
 
@@ -46,7 +50,7 @@ def continue_from(path: Path, config: Config, roles: Mapping[str, Role], facts: 
         for name, before in manifest.versions.items()
         if now.get(name) != before
     ]
-    return Continued(manifest, tuple(notes))
+    return Continued(manifest, facts, tuple(notes))
 
 
 def sound_beside(damaged: Path) -> Path | None:
